@@ -1,0 +1,1 @@
+"""What it means: plots, the verdict on a run, the doctor."""

@@ -1,0 +1,1 @@
+"""What is learned: the frozen target, the drafter, its objective, decoding and export."""

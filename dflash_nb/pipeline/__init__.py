@@ -1,0 +1,1 @@
+"""What runs: configuration, the window of futures, the training loop, checkpoints, the run folder."""

@@ -1,0 +1,1 @@
+"""What goes together: cuts, plans, mixing, cost. Numpy only."""
