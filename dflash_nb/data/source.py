@@ -1,0 +1,217 @@
+"""Which files a data source is, in which order, and how to read some of their columns without touching the others.
+
+A source is a name (``sample``), a path, or a Hugging Face hub name. Files are told apart by their first bytes, not by their
+suffix: Arrow IPC file, Arrow IPC stream (what ``datasets`` writes) and Parquet. Arrow is memory-mapped and only the named columns
+are looked at: 902,087 lengths out of 9 GB of tokens take 0.03 s.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dflash_nb.home import cache_dir, user_path
+
+DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
+HELDOUT_SPLITS = ("heldout", "validation", "valid", "test")
+PREPARE = "python -m dflash_nb.data.prepare"
+
+
+class DatasetError(ValueError):
+    """A dataset that cannot be used as it is; the message names the file, column or row and says what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one split, in order. ``path`` is what was named; ``description`` is ``dataset.json`` of a prepared dataset, else None."""
+
+    path: Path
+    split: str
+    files: tuple[Path, ...]
+    has_heldout: bool
+    description: dict | None = None
+
+
+def dataset_path(name: str | os.PathLike[str]) -> Path:
+    """Folder or file of a dataset: ``sample`` (made when absent) or a path.
+
+    Raises:
+        FileNotFoundError: nothing is there; the message lists what could be named instead.
+    """
+    if str(name) == "sample":
+        from dflash_nb.data.sample import ensure_sample
+
+        return ensure_sample()
+    if str(name) == "reference":
+        raise DatasetError("'reference' is a distribution of lengths without tokens: it can be planned with, not trained on. Use 'sample'.")
+    path = user_path(name)
+    if path.exists():
+        return path
+    prepared = sorted(str(p.parent) for p in cache_dir().glob("*/dataset.json"))
+    raise FileNotFoundError(f"dataset {str(name)!r}: {path} does not exist. Known here: {', '.join(['sample', *prepared])}.")
+
+
+def find_source(source: str | os.PathLike[str], split: str = "train") -> Source:
+    """Resolve a name, a path or a hub name to the files of one split.
+
+    Raises:
+        FileNotFoundError: no such file or folder, and no hub dataset can be loaded.
+        DatasetError: the folder holds no data, or has no such split.
+    """
+    if split not in ("train", "heldout"):
+        raise DatasetError(f"split {split!r}: choose 'train' or 'heldout'.")
+    if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not user_path(source).exists():
+        return _hub_source(source, split)
+    path = dataset_path(source)
+    if path.is_file():
+        return Source(path, split, _only_train(path, split, (path,)), has_heldout=False)
+    if (path / "dataset.json").is_file():
+        return _prepared_source(path, split)
+    if (path / "dataset_dict.json").is_file():
+        return _split_source(path, split)
+    return Source(path, split, _only_train(path, split, _folder_files(path)), has_heldout=False)
+
+
+def file_kind(path: Path) -> str:
+    """``parquet``, ``arrow file`` or ``arrow stream``, by the first bytes."""
+    with path.open("rb") as handle:
+        head = handle.read(8)
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"ARROW1"):
+        return "arrow file"
+    if head.startswith(b"\xff\xff\xff\xff"):
+        return "arrow stream"
+    if not head:
+        raise DatasetError(f"{path} is empty (0 bytes). Write it again.")
+    if path.suffix in (".jsonl", ".json", ".txt", ".csv"):
+        raise DatasetError(f"{path} holds text, not tokens. Tokenise it first: {PREPARE} {path} OUT --tokenizer NAME.")
+    raise DatasetError(f"{path} is neither Arrow nor Parquet (it begins with {head!r}).")
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """Column names and types of one file."""
+    with _readable(path):
+        if file_kind(path) == "parquet":
+            return pq.read_schema(path)
+        with pa.memory_map(str(path)) as mapped:
+            return _open_ipc(path, mapped, None).schema
+
+
+def read_batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Record batches of one file with these columns only; Arrow is memory-mapped, Parquet is decoded 4,096 rows at a time."""
+    with _readable(path):
+        if file_kind(path) == "parquet":
+            with pq.ParquetFile(path) as parquet:
+                yield from parquet.iter_batches(batch_size=4096, columns=list(columns))
+            return
+        schema = read_schema(path)
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in columns])
+        reader = _open_ipc(path, pa.memory_map(str(path)), options)
+        if isinstance(reader, pa.ipc.RecordBatchFileReader):
+            for i in range(reader.num_record_batches):
+                yield reader.get_batch(i)
+        else:
+            yield from reader
+
+
+def common_schema(files: Sequence[Path], columns: Sequence[str]) -> pa.Schema:
+    """The schema of the first file, after checking that every file has the same of these columns with the same types."""
+    first = read_schema(files[0])
+    for path in files[1:]:
+        schema = read_schema(path)
+        for name in columns:
+            types = [s.field(name).type if name in s.names else None for s in (first, schema)]
+            if types[0] != types[1]:
+                theirs, ours = (f"type {t}" if t is not None else "no such column" for t in types)
+                raise DatasetError(
+                    f"column {name!r}: {ours} in {path}, but {theirs} in {files[0]}. All shards need the same columns and types."
+                )
+    return first
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn Arrow's own errors about a damaged file into one that names it."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError) as error:
+        raise DatasetError(f"{path} is damaged or cut short: {str(error).splitlines()[0]}. Write or copy it again.") from error
+
+
+def _open_ipc(path: Path, mapped: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions | None):
+    return pa.ipc.open_file(mapped, options=options) if file_kind(path) == "arrow file" else pa.ipc.open_stream(mapped, options=options)
+
+
+def _only_train(path: Path, split: str, files: tuple[Path, ...]) -> tuple[Path, ...]:
+    if split == "heldout":
+        raise DatasetError(f"{path} has no held-out split of its own. Withhold its last rows, or prepare it with --heldout.")
+    return files
+
+
+def _prepared_source(path: Path, split: str) -> Source:
+    description = json.loads((path / "dataset.json").read_text())
+    if description.get("format") != 1:
+        raise DatasetError(
+            f"{path / 'dataset.json'} has format {description.get('format')!r}; this version reads format 1. Prepare it again."
+        )
+    if not (path / split).is_dir():
+        raise DatasetError(f"{path} has no {split} split. Prepare it again{' with --heldout' if split == 'heldout' else ''}.")
+    return Source(path, split, _folder_files(path / split), (path / "heldout").is_dir(), description)
+
+
+def _split_source(path: Path, split: str) -> Source:
+    """A ``DatasetDict`` as ``datasets`` saves it: one folder a split."""
+    names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    heldout = [name for name in HELDOUT_SPLITS if name in names]
+    wanted = heldout[:1] if split == "heldout" else [name for name in names if name == "train"]
+    if not wanted:
+        raise DatasetError(f"{path} has the splits {', '.join(names)}; none of them is {split}. Name the split's own folder instead.")
+    return Source(path, split, _folder_files(path / wanted[0]), bool(heldout))
+
+
+def _folder_files(folder: Path) -> tuple[Path, ...]:
+    """Data files of a folder: in the order ``state.json`` gives for a saved ``datasets.Dataset``, else by name."""
+    if (folder / "state.json").is_file():
+        state = json.loads((folder / "state.json").read_text())
+        files = tuple(folder / entry["filename"] for entry in state["_data_files"])
+        if missing := [p.name for p in files if not p.is_file()]:
+            raise DatasetError(f"{folder}: state.json names {', '.join(missing)}, which is missing. Copy or save the dataset again.")
+        if state.get("_indices_data_files"):
+            raise DatasetError(f"{folder} was saved with an indices mapping. Call flatten_indices() and save it again.")
+    else:
+        files = tuple(sorted(p for p in folder.iterdir() if p.suffix in DATA_SUFFIXES and not p.name.startswith((".", "_", "cache-"))))
+    if not files:
+        inside = sorted({p.parent.name for suffix in DATA_SUFFIXES for p in folder.glob(f"*/*{suffix}")})
+        hint = f"; its subfolders {', '.join(inside)} do: name one of them" if inside else ""
+        raise DatasetError(f"{folder} holds no .arrow or .parquet file{hint}.")
+    if len({file_kind(p) == "parquet" for p in files}) > 1:
+        raise DatasetError(f"{folder} holds Arrow and Parquet files side by side, perhaps the same rows twice. Keep one kind.")
+    return files
+
+
+def _hub_source(name: str, split: str) -> Source:
+    try:
+        import datasets
+    except ImportError:
+        raise FileNotFoundError(
+            f"{user_path(name)} does not exist; if {name!r} is a Hugging Face hub dataset, loading it needs: pip install datasets"
+        ) from None
+    try:
+        loaded = datasets.load_dataset(name)
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name!r} is no file or folder here, and as a Hugging Face hub dataset it cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
+    heldout = [s for s in HELDOUT_SPLITS if s in loaded]
+    wanted = heldout[:1] if split == "heldout" else [s for s in loaded if s == "train"]
+    if not wanted:
+        raise DatasetError(f"hub dataset {name!r} has the splits {', '.join(loaded)}; none of them is {split}.")
+    files = tuple(Path(entry["filename"]) for entry in loaded[wanted[0]].cache_files)
+    return Source(Path(name), split, files, bool(heldout))
