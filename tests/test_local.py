@@ -1,0 +1,163 @@
+"""The pool of threads: it ends, it retires what keeps failing, and it holds on to nothing.
+
+Run alone: python -m pytest tests/test_local.py
+"""
+
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash_nb.pipeline.local import RETIRE_AFTER, LocalPool
+from dflash_nb.pipeline.window import WorkerFailure
+
+
+def batch(index=0):
+    return SimpleNamespace(index=index, epoch=0)
+
+
+def test_no_thread_outlives_close():
+    before = threading.active_count()
+    pool = LocalPool({f"target-{k}": lambda b: b.index for k in range(4)})
+    futures = [pool.submit(batch(i)) for i in range(20)]
+    assert [future.result(5) for future in futures] == list(range(20))
+    pool.close()
+    assert threading.active_count() == before
+
+
+def test_close_cancels_what_is_queued_and_stops_what_runs():
+    stop = threading.Event()
+
+    def slow(b):
+        if stop.wait(30):
+            raise InterruptedError("asked to stop")
+
+    pool = LocalPool({"a": slow}, stop)
+    running, queued = pool.submit(batch()), pool.submit(batch())
+    while not running.running():
+        time.sleep(0.001)
+    started = time.perf_counter()
+    pool.close()
+    assert time.perf_counter() - started < 5
+    assert queued.cancelled()
+    assert isinstance(running.exception(), WorkerFailure)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(batch())
+
+
+def test_a_worker_that_does_not_end_is_named():
+    release = threading.Event()
+    pool = LocalPool({"target-0": lambda b: release.wait(10)})
+    future = pool.submit(batch())
+    while not future.running():
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="target-0 is still computing"):
+        pool.close(timeout=0.05)
+    release.set()
+    pool.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3), KeyboardInterrupt(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_whatever_a_worker_raises_arrives_with_its_traceback_and_the_worker_lives_on(error):
+    def work(b):
+        if b.index == 0:
+            raise error
+        return b.index
+
+    pool = LocalPool({"a": work})
+    failure = pool.submit(batch(0)).exception(5)
+    assert isinstance(failure, WorkerFailure)
+    assert failure.worker == "a"
+    assert failure.__cause__ is error
+    assert error.__traceback__.tb_frame.f_code.co_name == "work"
+    assert pool.submit(batch(1)).result(5) == 1
+    pool.close()
+
+
+def test_a_worker_that_keeps_failing_is_retired_while_others_are_left():
+    def dead(b):
+        raise RuntimeError("device lost")
+
+    pool = LocalPool({"dead": dead, "alive": lambda b: time.sleep(0.01)})
+    futures = [pool.submit(batch(i)) for i in range(40)]
+    failures = [future.exception(5) for future in futures]
+    assert sum(failure is not None for failure in failures) == RETIRE_AFTER
+    assert pool.workers == ("alive",)
+    pool.close()
+
+
+def test_the_last_worker_is_never_retired():
+    def dead(b):
+        raise RuntimeError("no")
+
+    pool = LocalPool({"only": dead})
+    for i in range(2 * RETIRE_AFTER):
+        assert pool.submit(batch(i)).exception(5) is not None
+    assert pool.workers == ("only",)
+    pool.close()
+
+
+def test_a_repeated_batch_goes_first():
+    gate, order = threading.Event(), []
+
+    def work(b):
+        gate.wait(5)
+        order.append(b.index)
+
+    pool = LocalPool({"a": work})
+    futures = [pool.submit(batch(0)), pool.submit(batch(1)), pool.submit(batch(2))]
+    while not futures[0].running():
+        time.sleep(0.001)
+    futures.append(pool.submit(batch(9), avoid=frozenset({"a"})))
+    gate.set()
+    for future in futures:
+        future.result(5)
+    assert order == [0, 9, 1, 2]
+    pool.close()
+
+
+def test_neither_features_nor_the_tensors_of_a_failed_call_are_kept():
+    made = []
+
+    def work(b):
+        features = torch.zeros(1000)
+        made.append(weakref.ref(features))
+        if b.index == 1:
+            raise RuntimeError("late failure")
+        return features
+
+    pool = LocalPool({"a": work})
+    result = pool.submit(batch(0)).result(5)
+    failed = pool.submit(batch(1))
+    assert failed.exception(5) is not None
+    gc.disable()
+    try:
+        assert made[1]() is None, "the failed call's frames still hold its tensor"
+        del result
+        deadline = time.perf_counter() + 5
+        while made[0]() is not None and time.perf_counter() < deadline:
+            time.sleep(0.001)
+        assert made[0]() is None, "the idle worker still holds what it computed"
+    finally:
+        gc.enable()
+    pool.close()
+
+
+def test_a_pool_without_workers_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        LocalPool({})
+
+
+def test_threads_started_later_use_the_process_wide_thread_count():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        pool = LocalPool({"a": lambda b: torch.get_num_threads()})
+        assert pool.submit(batch()).result(5) == 1
+        pool.close()
+    finally:
+        torch.set_num_threads(before)
