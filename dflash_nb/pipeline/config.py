@@ -1,0 +1,284 @@
+"""Every knob of every notebook, flat, each with one sentence of help; the defaults suit the embedded sample on two cores.
+
+A configuration is a frozen dataclass whose fields are the notebook's parameters, one to one (a test holds names, defaults and help
+text against the cells). There is no override language: papermill's ``-p``, ``-y`` and ``-f`` are it.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from dflash_nb import home
+from dflash_nb.data.source import dataset_path
+from dflash_nb.pipeline.environment import git_commit, versions
+from dflash_nb.pipeline.parameters import ParameterError, Parameters, option
+
+STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
+BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
+HARMLESS = frozenset(
+    (
+        "resume", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every", "checkpoint_seconds",
+        "keep_checkpoints", "time_limit_s", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NotebookConfig(Parameters):
+    """What the five configurations share: saying what will be used."""
+
+    def places(self) -> dict[str, Path]:
+        """Absolute paths that will be read or written, by what they are."""
+        return {}
+
+    def describe(self) -> str:
+        """What will be used, as plain lines: absolute paths, what was changed from the defaults, the defaults, versions, commit.
+
+        Raises what looking for the dataset or the run raises when it is not there.
+        """
+        changed = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
+        unchanged = {each.name: each.default for each in fields(self) if each.name not in changed}
+        git = git_commit()
+        commit = f"{git['commit'][:12]}{' and uncommitted changes' if git['dirty'] else ''}" if git["commit"] else "not a git checkout"
+        lines = [(name, str(path)) for name, path in self.places().items()]
+        lines += [("changed", _spelled(changed) or "nothing"), ("defaults", _spelled(unchanged) or "none")]
+        lines += [("versions", ", ".join(f"{name} {text}" for name, text in versions().items())), ("commit", commit)]
+        fill = textwrap.TextWrapper(120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False).fill
+        return "\n".join(fill(f"{name:<10} {text}") for name, text in lines)
+
+
+def _spelled(values: Mapping[str, Any]) -> str:
+    texts = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return ", ".join(f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}" for name, value in texts.items())
+
+
+@dataclass(frozen=True)
+class TrainConfig(NotebookConfig):
+    """Notebook 03 and ``train(config)``."""
+
+    dataset: str = option("sample", "sample, or a folder made by dflash_nb.data.prepare", path="existing", names=("sample",))
+    target: str = option("sample", "sample, smollm2, a model folder, or a cached hub name", path="existing", names=("sample", "smollm2"))
+    heldout_rows: int = option(200, "last rows to withhold when the dataset has no held-out split", at_least=1)
+
+    buckets: str = option("auto", BUCKETS_HELP, listed=True, path="existing", names=("auto", "reference"))
+    strategy: str = option("bucketed", "how samples are put together", choices=STRATEGIES)
+    order: str = option("balanced", "order of the batches, balanced over each step or uniform", choices=("balanced", "uniform"))
+    token_budget: int = option(8192, "most tokens of a batch, padding included", at_least=1)
+    max_batch: int = option(32, "most samples of a batch", at_least=1)
+    pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
+    max_length: int = option(0, "longest sample in tokens, 0 for no limit but the token budget", at_least=0)
+    too_long: str = option("error", "what to do with longer samples", choices=("error", "drop", "truncate"))
+    slot_budget: int = option(0, "most drafted slots of a batch (samples x anchors x block size), 0 for no limit", at_least=0)
+
+    draft_layers: int = option(2, "layers of the drafter", at_least=1)
+    block_size: int = option(8, "tokens of a block, the known anchor included", at_least=2)
+    target_layer_ids: str = option("auto", "target layers to read, auto or numbers from 0 such as 1,5,9", listed=True, names=("auto",))
+    mask_token_id: str = option("auto", "token that stands for a slot to fill, auto or its number in the vocabulary")
+    sliding_window: int = option(0, "context tokens that a drafter layer sees, 0 for all", at_least=0)
+
+    objective: str = option("ce", "cross-entropy, D-PACE weights, or KL to the target's distribution", choices=("ce", "dpace", "kl"))
+    gamma: float = option(0.0, "decay of the slot weights, 0 picks 4 at block size 8 and 7 at 16", at_least=0)
+    anchors: int = option(32, "most blocks drawn from a sample in an epoch", at_least=1)
+
+    epochs: int = option(1, "passes over the data", at_least=1)
+    max_steps: int = option(0, "stop after this many optimiser steps, 0 for all epochs", at_least=0)
+    accumulation: int = option(1, "batches of one optimiser step", at_least=1)
+    learning_rate: float = option(1e-3, "peak learning rate", above=0)
+    warmup: float = option(0.04, "linear warm-up, below 1 a share of all steps, else a number of steps", at_least=0)
+    decay: str = option("cosine", "shape of the learning rate after warm-up", choices=("cosine", "linear", "wsd", "constant"))
+    min_lr_ratio: float = option(0.1, "learning rate at the end as a share of the peak", at_least=0, at_most=1)
+    weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
+    beta1: float = option(0.9, "AdamW decay of the first moment", at_least=0, below=1)
+    beta2: float = option(0.95, "AdamW decay of the second moment", at_least=0, below=1)
+    grad_clip: float = option(1.0, "largest gradient norm, 0 for no clipping", at_least=0)
+    seed: int = option(0, "seed of the plan, the anchors and the drafter's first weights", at_least=0)
+
+    device: str = option("auto", "auto, cpu, cuda, or one device such as cuda:1")
+    dtype: str = option("auto", "number format of the target and of matrix products", choices=("auto", "float32", "bfloat16"))
+    topology: str = option("1-1", "target workers and drafters as N-M")
+    threads: int = option(0, "CPU threads of all workers together, 0 for every core", at_least=0)
+    prefetch: int = option(8, "collated batches that may wait for the target", at_least=1)
+    q_hs_mb: int = option(256, "MiB of hidden states that may wait for the drafter", at_least=1)
+    retries: int = option(2, "times that a failed batch is run again on another worker", at_least=0)
+    probe: bool = option(False, "run the largest batch of each bucket first to see whether it fits")
+
+    eval_every: int = option(0, "optimiser steps between evaluations, 0 for the start and the end only", at_least=0)
+    eval_rows: int = option(64, "held-out samples for the loss", at_least=1)
+    eval_prompts: int = option(16, "held-out prompts for tau", at_least=1)
+    eval_tokens: int = option(64, "tokens generated for a prompt", at_least=1)
+
+    run_name: str = option("", "name of the run folder, empty for date, dataset and strategy")
+    runs_dir: str = option("", "folder that holds the run folders, empty for the project's runs", path="always")
+    resume: str = option("", "run folder to continue, its configuration is taken over", path="always")
+    checkpoint_every: int = option(200, "optimiser steps between checkpoints, 0 for the end only", at_least=0)
+    checkpoint_seconds: float = option(600.0, "seconds after which a checkpoint is written anyway, 0 for never", at_least=0)
+    keep_checkpoints: int = option(2, "newest checkpoints that stay", at_least=1)
+    time_limit_s: float = option(0.0, "seconds after which the run stops cleanly and can be resumed, 0 for none", at_least=0)
+    log_every: float = option(5.0, "seconds between printed lines", above=0)
+    tracker: str = option("none", "also report to this tracker", choices=("none", "wandb", "trackio", "tensorboard"))
+
+    def contradictions(self) -> Iterable[str]:
+        targets, _, drafters = self.topology.partition("-")
+        if not (targets.isdecimal() and drafters.isdecimal() and int(targets) > 0 and int(drafters) > 0):
+            yield f"topology: {self.topology!r} was given, needed: target workers and drafters such as 1-1 or 7-1"
+        if self.max_length > self.token_budget:
+            yield f"max_length {self.max_length} is more than token_budget {self.token_budget}: a batch could not hold one sample"
+        if self.target_layer_ids != "auto" and not all(part.strip().isdecimal() for part in self.target_layer_ids.split(",")):
+            yield f"target_layer_ids: {self.target_layer_ids!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
+        if self.mask_token_id != "auto" and not self.mask_token_id.isdecimal():
+            yield f"mask_token_id: {self.mask_token_id!r} was given, needed: auto, or the number of a token"
+        if Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
+            yield f"run_name: {self.run_name!r} was given, needed: a folder name without a path (runs_dir says where it goes)"
+
+    @property
+    def layer_ids(self) -> tuple[int, ...] | None:
+        """The chosen target layers, None for auto."""
+        return None if self.target_layer_ids == "auto" else tuple(int(part) for part in self.target_layer_ids.split(","))
+
+    @property
+    def mask_id(self) -> int | None:
+        """The chosen mask token, None for auto."""
+        return None if self.mask_token_id == "auto" else int(self.mask_token_id)
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """Target workers and drafters."""
+        targets, _, drafters = self.topology.partition("-")
+        return int(targets), int(drafters)
+
+    @property
+    def slot_gamma(self) -> float:
+        """``gamma``, or for 0 the published pairs (block 8, 4) and (block 16, 7) joined by a line, 1 at least."""
+        return self.gamma or max(1.0, 4 + (self.block_size - 8) * 3 / 8)
+
+    @property
+    def runs_folder(self) -> Path:
+        """Where a new run folder goes."""
+        return Path(self.runs_dir) if self.runs_dir else home.runs_dir()
+
+    def places(self) -> dict[str, Path]:
+        run = Path(self.resume) if self.resume else self.runs_folder / (self.run_name or "<date>-<dataset>-<strategy>")
+        return {"dataset": dataset_path(self.dataset), "run folder": run}
+
+    @classmethod
+    def from_notebook(cls, namespace: Mapping[str, Any]) -> Self:
+        """The notebook's configuration; with ``resume``, that run's own."""
+        return super().from_notebook(namespace).resumed()
+
+    def resumed(self) -> Self:
+        """With ``resume``, the configuration of that run, with this one's harmless changes; without, this one.
+
+        A field that holds its default counts as not given. Raises ParameterError for a folder that is no run of ours, and naming every
+        field whose change would make the run another one.
+        """
+        if not self.resume:
+            return self
+        saved = saved_config(Path(self.resume))
+        changed = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if getattr(self, each.name) not in (each.default, getattr(saved, each.name))
+        }
+        refused = [f"{name} {value!r}, not {getattr(saved, name)!r}" for name, value in changed.items() if name not in HARMLESS]
+        if refused:
+            raise ParameterError(
+                f"resume: {self.resume} was started with other settings. A resumed run keeps its own; leave out {'; '.join(refused)}, "
+                "or start a new run"
+            )
+        return replace(saved, **changed)
+
+
+def saved_config(folder: Path) -> TrainConfig:
+    """The configuration that a run folder was made with. Raises ParameterError when it holds none that this version can read."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json") from None
+    except ValueError as problem:
+        raise ParameterError(f"resume: {path} is not readable: {problem}") from None
+    known = {each.name for each in fields(TrainConfig)}
+    if not isinstance(values, dict) or (strange := sorted(set(values) - known)):
+        raise ParameterError(f"resume: {path} holds settings that this version does not know: {', '.join(strange)}")
+    return TrainConfig(**values)
+
+
+@dataclass(frozen=True)
+class LengthsConfig(NotebookConfig):
+    """Notebook 00."""
+
+    dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
+    column: str = option("seq_len", "column that holds the lengths")
+    max_length: int = option(0, "truncation limit to mark in tokens, 0 for none", at_least=0)
+    max_batch: int = option(64, "batch size whose padding is marked", at_least=1)
+    seed: int = option(0, "seed of the random batches", at_least=0)
+
+    def places(self) -> dict[str, Path]:
+        return _lengths_place(self.dataset)
+
+
+@dataclass(frozen=True)
+class BucketsConfig(NotebookConfig):
+    """Notebook 01."""
+
+    dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
+    column: str = option("seq_len", "column that holds the lengths")
+    buckets: str = option("auto", BUCKETS_HELP, listed=True, path="existing", names=("auto", "reference"))
+    token_budget: int = option(49152, "most tokens of a batch, padding included", at_least=1)
+    max_batch: int = option(64, "most samples of a batch", at_least=1)
+    pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
+    most_buckets: int = option(16, "largest count on the elbow plot", at_least=2)
+    seed: int = option(0, "seed of the resampled lengths", at_least=0)
+    save_to: str = option("", "where to write buckets.json, empty for the project's runs folder", path="always")
+
+    def places(self) -> dict[str, Path]:
+        return {**_lengths_place(self.dataset), "writes": Path(self.save_to) if self.save_to else home.runs_dir() / "buckets.json"}
+
+
+@dataclass(frozen=True)
+class PaddingConfig(NotebookConfig):
+    """Notebook 02."""
+
+    dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
+    column: str = option("seq_len", "column that holds the lengths")
+    buckets: str = option("auto", BUCKETS_HELP, listed=True, path="existing", names=("auto", "reference"))
+    strategies: tuple[str, ...] = option(STRATEGIES, "strategies to compare", choices=STRATEGIES)
+    token_budget: int = option(49152, "most tokens of a batch, padding included", at_least=1)
+    max_batch: int = option(64, "most samples of a batch", at_least=1)
+    pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
+    order: str = option("balanced", "order of the batches, balanced over each step or uniform", choices=("balanced", "uniform"))
+    window: int = option(8, "batches of one optimiser step", at_least=1)
+    seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "seeds to plan with", at_least=0)
+    epochs: int = option(2, "epochs to plan with each seed", at_least=2)
+
+    def places(self) -> dict[str, Path]:
+        return _lengths_place(self.dataset)
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig(NotebookConfig):
+    """Notebook 04."""
+
+    run_dir: str = option("", "run folder or a tracker's CSV export, empty for the newest run", path="always")
+    compare: tuple[str, ...] = option((), "more runs to compare with, as paths", path="always")
+    columns: str = option("", "names in a CSV export such as loss:train/loss,step:_step, empty to guess")
+
+    @property
+    def run(self) -> Path:
+        """The run to read. Raises ParameterError when none was named and the project has none."""
+        if self.run_dir:
+            return Path(self.run_dir)
+        runs = sorted(home.runs_dir().glob("*/steps.jsonl"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            raise ParameterError(f"run_dir: no run folder was named and {home.runs_dir()} holds none; make one with `make run`")
+        return runs[-1].parent
+
+    def places(self) -> dict[str, Path]:
+        return {"run folder": self.run}
+
+
+def _lengths_place(dataset: str) -> dict[str, Path]:
+    return {"lengths": home.asset("reference_lengths.parquet") if dataset == "reference" else dataset_path(dataset)}
