@@ -1,0 +1,134 @@
+"""Checkpoints that are either whole or absent.
+
+A checkpoint is a folder ``step-N``: ``weights.safetensors``, ``optimizer.pt`` (moments by parameter name, random states),
+``state.json`` (step, plan position, schedule, what was in flight) and ``manifest.json`` (bytes and SHA-256 of the others). It is
+written aside, synced to disk, renamed, and read back only if it agrees with its manifest; if the newest does not, the one before it
+is used. Learning rate, plan and anchors are functions of (seed, epoch, step, sample), so the random states only matter to code that
+draws from PyTorch's generators. Hashing runs at 2 GB/s on one core: 10 s for the 20 GB of a 1.7 B drafter.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_nb.home import write_aside
+
+WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used. The text names the folder and what is wrong with it."""
+
+
+def write_checkpoint(
+    folder: Path, step: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int = 2
+) -> Path:
+    """Write ``folder/step-N`` and remove all but the newest ``keep``. ``state`` is plain JSON. Returns the checkpoint's path."""
+    path = folder / f"step-{step}"
+    _remove_leftovers(folder)
+    with write_aside(path) as aside:
+        aside.mkdir()
+        save_file({name: value.detach().contiguous() for name, value in module.state_dict().items()}, aside / WEIGHTS)
+        torch.save({"moments": _moments(module, optimizer), "random": _random_states()}, aside / OPTIMIZER)
+        (aside / STATE).write_text(json.dumps({**state, "step": step}, indent=1))
+        manifest = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in (WEIGHTS, OPTIMIZER, STATE)}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for name in (WEIGHTS, OPTIMIZER, STATE, MANIFEST):
+            _sync(aside / name)
+        _sync(aside)
+    _sync(folder)
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders in ``folder``, oldest first, verified or not."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest_checkpoint(folder: Path, on_broken: Callable[[CheckpointError], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that agrees with its manifest, and its state; None if there is none at all.
+
+    Every broken one passed over is given to ``on_broken``. If there are only broken ones: CheckpointError.
+    """
+    broken = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            return path, verify(path)
+        except CheckpointError as error:
+            on_broken(error)
+            broken.append(str(error))
+    if broken:
+        raise CheckpointError(f"no usable checkpoint in {folder}: {'; '.join(broken)}. Remove the folder to start from step 0")
+    return None
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint whose files have the manifest's sizes and hashes. Raises CheckpointError."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        for name, expected in manifest.items():
+            if (size := (path / name).stat().st_size) != expected["bytes"]:
+                raise CheckpointError(f"{path.name}: {name} has {size} bytes, {expected['bytes']} were written")
+            if _sha256(path / name) != expected["sha256"]:
+                raise CheckpointError(f"{path.name}: {name} has other content than was written")
+        return json.loads((path / STATE).read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path.name}: {type(error).__name__}: {error}") from error
+
+
+def restore(path: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a verified checkpoint's weights, moments and random states back, on the devices where the parameters are."""
+    weights = load_file(path / WEIGHTS)
+    ours = module.state_dict()
+    if problems := sorted(weights.keys() ^ ours.keys()) or [name for name in ours if ours[name].shape != weights[name].shape]:
+        raise CheckpointError(f"{path.name}: the drafter differs from the checkpoint's in {', '.join(problems[:5])}")
+    module.load_state_dict(weights)
+    saved = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    states = [saved["moments"].get(name, {}) for name in _parameter_names(module, optimizer)]
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {index: state for index, state in enumerate(states) if state}})
+    torch.set_rng_state(saved["random"]["cpu"])
+    torch.cuda.set_rng_state_all(saved["random"]["cuda"][: torch.cuda.device_count()])
+
+
+def _moments(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    state = optimizer.state_dict()["state"]
+    by_name = {name: state[index] for index, name in enumerate(_parameter_names(module, optimizer)) if index in state}
+    return dict(sorted(by_name.items()))
+
+
+def _parameter_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _random_states() -> dict[str, Any]:
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
