@@ -1,0 +1,178 @@
+"""Notebook 01: where to cut, how many times, and why there?
+
+Takes :class:`~dflash_nb.planner.buckets.BucketPlan` and the rows that the planner's ``elbow``, ``sensitivity`` and ``holdout_gap``
+return. Padding is always a share of *padded* tokens, so efficiency and padding add to one.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_nb.data.lengths import LengthHistogram
+from dflash_nb.planner.buckets import BucketPlan
+
+from .lengths import _octave_bins, _shares
+from .style import ACCENT, FAINT, INK, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
+
+RULE_STYLE = {
+    "best": (ACCENT, "-", "o"),
+    "equal-token": ("#7a7a7a", "--", "s"),
+    "quantile": ("#7a7a7a", ":", "^"),
+    "geometric": ("#a8a8a8", "-.", "D"),
+    "pow2": ("#a8a8a8", "--", "v"),
+}
+
+
+def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
+    """Padding against the number of buckets for the best cuts and for the field's common rules; the chosen count ringed.
+
+    ``rows``: from :func:`dflash_nb.planner.rules.elbow`, each with ``rule``, ``count`` and ``efficiency``.
+    """
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    curves = {}
+    for rule, (color, line, marker) in RULE_STYLE.items():
+        points = sorted((row["count"], 1 - row["efficiency"]) for row in rows if row["rule"] == rule)
+        if not points:
+            continue
+        x, y = np.array(points).T
+        curves[rule] = (x, y)
+        axis.plot(x, 100 * y, color=color, linestyle=line, marker=marker, markersize=3.5, linewidth=1.6 if rule == "best" else 1.1)
+    k, waste = len(chosen.rows), 1 - chosen.efficiency
+    axis.plot(k, 100 * waste, "o", color=WARN, markersize=11, fillstyle="none", markeredgewidth=1.8)
+    axis.annotate(f"chosen: {k} buckets, {percent(waste)}", (k, 100 * waste), (6, 16), textcoords="offset points", fontsize=9)
+    top = max(y.max() for _, y in curves.values())
+    ends = sorted(((y[0] if len(y) < 2 else y[1], x[0] if len(x) < 2 else x[1], rule) for rule, (x, y) in curves.items()), reverse=True)
+    used = []
+    for y, x, rule in ends:
+        while any(abs(100 * y - other) < 5 * top for other in used):
+            y += 0.01 * top
+        used.append(100 * y)
+        axis.text(x * 1.06, 100 * y, rule, fontsize=8, color=RULE_STYLE[rule][0], va="bottom")
+    axis.set_xscale("log", base=2)
+    largest = max(x.max() for x, _ in curves.values())
+    ticks = 2 ** np.arange(0, np.ceil(np.log2(max(2, largest))) + 1)
+    axis.set_xticks(ticks, [f"{int(t)}" for t in ticks])
+    axis.set(xlabel="number of buckets", ylabel="padding (% of padded tokens)", ylim=(0, None))
+    finding = f"{k} buckets waste {percent(waste)}"
+    if "best" in curves:
+        x, y = curves["best"]
+        more = [(n, w) for n, w in zip(x, y, strict=True) if n > k]
+        if more:
+            finding += f"; {int(more[0][0])} would save {100 * (waste - more[0][1]):.2f} points more"
+        others = {rule: float(np.interp(k, *curves[rule])) for rule in curves if rule != "best"}
+        if others:
+            rule = min(others, key=others.get)
+            finding += f"; the best common rule ({rule}) wastes {percent(others[rule])} with as many"
+    note = f"{name + ': ' if name else ''}budget {chosen.token_budget:,}, at most {chosen.max_batch} rows, multiple {chosen.pad_multiple}"
+    return finish(figure, finding, note)
+
+
+def bands(lengths: LengthHistogram, plan: BucketPlan, name: str = "") -> Plot:
+    """The length histogram (share of tokens) cut into the plan's buckets, with batch size and padding of each where there is room."""
+    bins = _octave_bins(lengths.min, lengths.max)
+    _, tokens = _shares(lengths, bins)
+    figure, axes = new_figure(height=4.4)
+    axis = axes[0, 0]
+    colors = bucket_colors(len(plan.rows))
+    for row, color in zip(plan.rows, colors, strict=True):
+        axis.axvspan(max(row.lo, bins[0]), min(row.hi, bins[-1]), color=color, alpha=0.22, linewidth=0)
+        if row.lo > bins[0]:
+            axis.axvline(row.lo, color=color, linewidth=0.7)
+    axis.bar(bins[:-1], 100 * tokens, width=np.diff(bins), align="edge", color=INK, alpha=0.55, edgecolor="white", linewidth=0.4)
+    axis.set_ylim(0, 100 * tokens.max() * 1.35)
+    if len(plan.rows) <= 12:
+        for row in plan.rows:
+            middle = np.sqrt(max(row.lo, bins[0]) * min(row.hi, bins[-1]))
+            text = f"{row.batch_size:.0f} rows\n{percent(1 - row.efficiency, 0)}"
+            axis.text(middle, 0.985, text, transform=axis.get_xaxis_transform(), fontsize=7, ha="center", va="top", color=INK)
+    axis.set(xlabel="length (tokens)", ylabel="share of tokens (%)")
+    length_axis(axis, bins[0], bins[-1])
+    worst = min(plan.rows, key=lambda row: row.efficiency)
+    finding = (
+        f"{len(plan.rows)} buckets keep {percent(plan.efficiency)} of the computed tokens real; the worst, "
+        f"[{worst.lo:,}, {worst.hi:,}), pads {percent(1 - worst.efficiency)}"
+    )
+    note = f"{name + ': ' if name else ''}above each band: rows a batch and padding (% of padded tokens); n = {count(lengths.n_samples)}"
+    return finish(figure, finding, note)
+
+
+def price(plan: BucketPlan, name: str = "", few_batches: int = 20) -> Plot:
+    """What each bucket computes in an epoch, real tokens and padding stacked; buckets with fewer than ``few_batches`` batches marked."""
+    lows = np.array([row.lo for row in plan.rows])
+    real = np.array([row.tokens for row in plan.rows], dtype=float)
+    padded = real / np.array([row.efficiency for row in plan.rows])
+    batches = np.array([row.batches for row in plan.rows])
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    x = np.arange(len(plan.rows))
+    unit, word = (1e6, "million") if padded.max() >= 1e6 else (1e3, "thousand")
+    axis.bar(x, real / unit, color=bucket_colors(len(x)), width=0.85)
+    axis.bar(x, (padded - real) / unit, bottom=real / unit, color="white", edgecolor=WARN, hatch="////", width=0.85, linewidth=0.6)
+    thin = batches < few_batches
+    axis.plot(x[thin], (padded / unit)[thin] + 0.03 * padded.max() / unit, "v", color=WARN, markersize=5)
+    step = max(1, int(np.ceil(len(x) / 12)))
+    axis.set_xticks(x[::step], [f"{low:,}" for low in lows[::step]], rotation=35 if len(x) > 8 else 0)
+    if len(x) <= 12:
+        for at, top, number in zip(x, padded / unit, batches, strict=True):
+            axis.text(at, top, f"{number:,.0f}", ha="center", va="bottom", fontsize=7)
+    axis.set(xlabel="bucket (its shortest length, tokens)", ylabel=f"tokens computed an epoch ({word})")
+    axis.set_ylim(0, 1.15 * padded.max() / unit)
+    waste = padded - real
+    heaviest = int(np.argmax(waste))
+    row, share = plan.rows[heaviest], waste[heaviest] / max(waste.sum(), 1e-9)
+    finding = f"Bucket [{row.lo:,}, {row.hi:,}) costs {percent(share)} of all padding"
+    if thin.any():
+        finding += f"; {int(thin.sum())} of {len(x)} buckets have fewer than {few_batches} batches an epoch and mix poorly"
+    else:
+        finding += f"; the smallest bucket still has {batches.min():,.0f} batches an epoch"
+    return finish(figure, finding, f"{name + ': ' if name else ''}solid: real tokens, hatched: padding; numbers: batches an epoch")
+
+
+def robustness(shifts: Sequence[dict], gaps: Sequence[dict], plan: BucketPlan, name: str = "") -> Plot:
+    """How much the cuts matter: padding when every edge moves by a share, and cuts fitted on a sample against cuts fitted on all.
+
+    ``shifts``: from ``sensitivity``, each with ``shift`` (share of the edge) and ``efficiency``. ``gaps``: from ``holdout_gap``, each
+    with ``samples`` (size of the fitted sample) and ``gap`` (lost efficiency on all data).
+    """
+    figure, axes = new_figure(1, 2)
+    left, right = axes[0]
+    moves = sorted((row["shift"], 1 - row["efficiency"]) for row in shifts)
+    x, y = np.array(moves).T
+    left.plot(100 * x, 100 * y, color=ACCENT, marker="o", markersize=4)
+    left.axhline(100 * (1 - plan.efficiency), color=FAINT, linewidth=0.8, linestyle=":")
+    left.set(xlabel="every edge moved by (%)", ylabel="padding (% of padded tokens)", ylim=(0, 100 * y.max() * 1.3))
+    sizes = np.array([row["samples"] for row in gaps], dtype=float)
+    lost = np.array([row["gap"] for row in gaps])
+    right.plot(sizes, 100 * lost, "o", color=ACCENT, alpha=0.5, markersize=4)
+    for size in np.unique(sizes):
+        right.plot(size, 100 * np.median(lost[sizes == size]), "_", color=INK, markersize=22, markeredgewidth=1.5)
+    right.set_xscale("log")
+    right.set(xlabel="lengths the cuts were fitted on", ylabel="efficiency lost on all data (points)", ylim=(0, None))
+    worst_shift = 100 * (y.max() - (1 - plan.efficiency))
+    largest = np.unique(sizes)[-1]
+    finding = (
+        f"Moving every edge by up to {percent(np.abs(x).max(), 0)} costs at most {worst_shift:.2f} points; cuts fitted on "
+        f"{largest:,.0f} lengths lose {100 * np.median(lost[sizes == largest]):.2f} points on all of them"
+    )
+    return finish(figure, finding, f"{name + ': ' if name else ''}dash: median of {len(lost) // len(np.unique(sizes))} draws a size")
+
+
+def reference_gap(plan: BucketPlan, published: float) -> Plot:
+    """The reference run's buckets under its own model: batch size and efficiency of each, ours against the published total."""
+    figure, axes = new_figure(height=3.4)
+    axis = axes[0, 0]
+    x = np.arange(len(plan.rows))
+    values = [100 * row.efficiency for row in plan.rows]
+    axis.bar(x, values, color=bucket_colors(len(x)), width=0.8)
+    for at, row in zip(x, plan.rows, strict=True):
+        axis.text(at, 100 * row.efficiency + 1, f"{percent(row.efficiency, 0)}\n{row.batch_size:.0f} rows", ha="center", fontsize=8)
+    axis.axhline(100 * plan.efficiency, color=INK, linewidth=1)
+    axis.axhline(100 * published, color=WARN, linewidth=1, linestyle="--")
+    axis.set_xticks(x, [f"[{row.lo:,}, {row.hi:,})" for row in plan.rows], fontsize=7)
+    axis.set(ylabel="padding efficiency (%)", ylim=(0, 112), xlabel="bucket (tokens)")
+    finding = (
+        f"The reference cuts keep {percent(plan.efficiency)} of computed tokens real on these lengths; {percent(published)} was published, "
+        "for a column with a lighter tail"
+    )
+    return finish(figure, finding, "line: all buckets here; dashed: published")
