@@ -219,28 +219,3 @@ def test_no_worker_left():
 
 def test_a_failure_names_its_worker():
     assert str(WorkerFailure("target-1", "OSError: gone")) == "target-1: OSError: gone"
-
-
-def test_prefetch_is_bounded_in_items_and_bytes():
-    collated = []
-
-    def collate(number):
-        collated.append(number)
-        return Numbered(number, nbytes=10)
-
-    prefetcher = Prefetcher(iter(range(100)), collate, max_items=50, max_bytes=35)
-    time.sleep(0.1)
-    assert prefetcher.depth == 3
-    assert prefetcher.nbytes == 30
-    assert len(collated) == 4  # the fourth is collated and waits for room
-    assert [prefetcher.take(1.0).batch.index for _ in range(20)] == list(range(20))
-    prefetcher.close()
-    assert prefetcher.depth == prefetcher.nbytes == 0
-
-
-def test_prefetch_lets_one_large_batch_pass():
-    prefetcher = Prefetcher(iter(range(3)), lambda number: Numbered(number, nbytes=10**9), max_bytes=1)
-    assert [prefetcher.take(1.0).batch.index for _ in range(3)] == [0, 1, 2]
-    assert prefetcher.take(1.0) is None
-    assert prefetcher.exhausted
-    prefetcher.close()

@@ -1,0 +1,65 @@
+"""AdamW over fp32 weights, and the one update of a step: scale, clip, step, zero.
+
+Batches add the gradients of their loss *sums*; the step divides by the total slot weight of its window. So a supervised slot counts the
+same in a batch of 64 short samples and of 6 long ones, with or without accumulation. A window without a single anchor has gradient 0
+and is an update like any other: the schedule and every other drafter stay in step. Weights and moments are fp32 (matrix products may
+be bf16 under autocast): in bf16 an update of 1e-6 is lost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Update:
+    """The gradient's norm before clipping and whether it was clipped."""
+
+    grad_norm: float
+    clipped: bool
+
+
+def make_optimizer(module: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only. Gradients start as zeros, so that every parameter takes part in every update."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if low := sorted({str(parameter.dtype) for parameter in parameters} - {"torch.float32"}):
+        raise ValueError(f"the drafter's weights are {', '.join(low)}; they must be float32, use autocast for faster products")
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas, fused=True)
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    weight: float,
+    learning_rate: float,
+    max_norm: float = 0.0,
+    reduce: Callable[[list[Tensor]], None] | None = None,
+) -> Update:
+    """Divide the summed gradients by ``weight``, clip to ``max_norm`` (0: never), step at ``learning_rate`` and zero the gradients.
+
+    ``reduce`` sums tensors in place over all drafters; every drafter calls it once a step, whatever its batches held.
+    Raises FloatingPointError on a gradient that is not finite, before any weight has changed.
+    """
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    if reduce is not None:
+        total = torch.tensor([weight], dtype=torch.float64)
+        reduce([*gradients, total])
+        weight = total.item()
+    divisor = weight if weight > 0 else 1.0
+    norm = torch.nn.utils.get_total_norm(gradients).item() / divisor
+    if not norm < float("inf"):
+        raise FloatingPointError(f"the gradient's norm is {norm}")
+    clipped = 0 < max_norm < norm
+    torch._foreach_mul_(gradients, (max_norm / norm if clipped else 1.0) / divisor)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    torch._foreach_zero_(gradients)
+    return Update(norm, clipped)

@@ -1,0 +1,136 @@
+"""The update of a step.
+
+Run alone: python -m pytest tests/test_optimizer.py
+"""
+
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from dflash_nb.pipeline.optimizer import make_optimizer, update
+
+
+def small(seed=0, learning_rate=1e-2):
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    return module, make_optimizer(module, learning_rate, (0.9, 0.95), 0.0)
+
+
+def gradients(module):
+    return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+
+
+def weights(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+def test_batches_of_any_size_share_the_gradient_by_their_slots():
+    """64 short and 6 long samples, as one window or as their union: the same weights afterwards."""
+    x = torch.randn(70, 4)
+    module, optimizer = small()
+    for part in (x[:64], x[64:]):
+        module(part).square().sum().backward()
+    update(optimizer, 70.0, 1e-2)
+    whole, whole_optimizer = small()
+    module_mean = whole(x).square().sum() / 70
+    module_mean.backward()
+    update(whole_optimizer, 1.0, 1e-2)
+    assert torch.allclose(weights(module), weights(whole), atol=1e-6)
+
+
+def test_clipping_is_by_the_norm_of_the_mean_gradient():
+    module, optimizer = small()
+    (100 * module(torch.ones(2, 4)).sum()).backward()
+    norm = gradients(module).norm().item() / 50
+    result = update(optimizer, 50.0, 0.0, max_norm=1e9)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert not result.clipped
+
+    torch.manual_seed(0)
+    stepped = nn.Linear(3, 1, bias=False)
+    optimizer = make_optimizer(stepped, 1.0, (0.0, 0.0), 0.0)
+    sgd = torch.optim.SGD(stepped.parameters(), lr=1.0)
+    before = weights(stepped)
+    (7 * stepped(torch.ones(1, 3)).sum()).backward()
+    assert update(sgd, 1.0, 1.0, max_norm=0.5).clipped
+    assert (weights(stepped) - before).norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_window_without_anchors_is_an_update_like_any_other():
+    module, optimizer = small()
+    module(torch.ones(1, 4)).sum().backward()
+    update(optimizer, 1.0, 1e-2)
+    result = update(optimizer, 0.0, 1e-2, max_norm=1.0)
+    assert result.grad_norm == 0.0
+    assert torch.isfinite(weights(module)).all()
+    assert all(state["step"].item() == 2 for state in optimizer.state.values())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    module, optimizer = small()
+    before = weights(module)
+    (module(torch.ones(1, 4)).sum() * math.inf).backward()
+    with pytest.raises(FloatingPointError, match="norm is"):
+        update(optimizer, 1.0, 1e-2)
+    assert torch.equal(weights(module), before)
+
+
+def test_moments_are_float32_and_a_rate_of_a_millionth_still_moves_weights():
+    module, optimizer = small(learning_rate=1e-6)
+    before = weights(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = module(torch.ones(3, 4)).float().square().sum()
+    loss.backward()
+    update(optimizer, 3.0, 1e-6)
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    moved = (weights(module) - before).abs()
+    assert 0 < moved.max().item() < 1.1e-6
+
+
+def test_weights_in_half_precision_are_refused():
+    with pytest.raises(ValueError, match=r"weights are torch.bfloat16; they must be float32"):
+        make_optimizer(nn.Linear(2, 2).bfloat16(), 1e-3, (0.9, 0.95), 0.0)
+
+
+def test_only_matrices_decay():
+    module, _ = small()
+    optimizer = make_optimizer(module, 1e-2, (0.9, 0.95), 0.1)
+    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in optimizer.param_groups] == [(0.1, {2}), (0.0, {1})]
+
+
+def _rank(rank, store, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def reduce(tensors):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    module, optimizer = small()
+    for step in range(6):
+        weight = 0.0
+        if rank == 0 or step % 2:  # rank 1 has no anchors in every other step
+            module(torch.ones(3, 4) * (step + 1)).sum().backward()
+            weight = 3.0
+        update(optimizer, weight, 1e-2, max_norm=1.0, reduce=reduce)
+    torch.save({"weights": weights(module), "steps": optimizer.state_dict()["state"][0]["step"].item()}, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_drafters_stay_in_step_when_one_has_no_anchors():
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        processes = mp.spawn(_rank, (f"{folder}/store", folder), nprocs=2, join=False)
+        while not processes.join(timeout=1):
+            assert time.monotonic() - started < 30, "a drafter waits for the other"
+        first, second = (torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert first["steps"] == second["steps"] == 6
+    assert torch.equal(first["weights"], second["weights"])
