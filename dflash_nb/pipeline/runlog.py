@@ -1,0 +1,250 @@
+"""Writing a run folder: the only thing that outlives a run, and all that diagnosis needs.
+
+A line a step, one ``write`` a line, so a killed process leaves whole lines (at worst one half at the end, which readers skip and
+a resume removes). Numbers carry nine significant digits, enough to tell two float32 losses apart; one that is not finite is
+written as null with ``"finite": false`` beside it, since JSON has no NaN. Measured: MEASURED µs a step with one batch of 20 samples.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from dflash_nb import home
+from dflash_nb.pipeline import lock
+from dflash_nb.pipeline.environment import describe_environment
+from dflash_nb.pipeline.run import BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, OPTIONAL_STEP_FIELDS, STAGES, STEP_FIELDS, RunError
+from dflash_nb.pipeline.run import Run as Run
+from dflash_nb.pipeline.run import read_run as read_run
+
+STAMPED = ("time", "elapsed", "finite")
+EVENT_KINDS = frozenset({"start", "checkpoint", "resume", "dropped", "eval", "retry", "warning", "interrupt", "finish", "epoch"})
+STATUSES = frozenset({"finished", "interrupted", "failed"})
+
+
+def new_run_folder(runs: Path, name: str = "", dataset: str = "", strategy: str = "") -> Path:
+    """Make ``runs/name`` for this process alone; without a name, date, dataset and strategy, with -2, -3 where that is taken.
+
+    A named folder may be there already as long as no run is in it (papermill puts its output notebook there first).
+    Raises RunError for a folder that holds a run.
+    """
+    if name:
+        folder = runs / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "config.json").exists() or (folder / "steps.jsonl").exists():
+            raise RunError(f"run_name: {folder} already holds a run; continue it with -p resume {folder}, or choose another name")
+        return folder
+    stem = re.sub(r"[^\w.-]+", "-", f"{time.strftime('%Y-%m-%d-%H%M%S')}-{Path(dataset).stem}-{strategy}").strip("-")
+    for count in range(1, 1000):
+        folder = runs / (stem if count == 1 else f"{stem}-{count}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise RunError(f"{runs / stem} and 998 numbered ones exist; name this run with run_name")
+
+
+class RunLog:
+    """The open log of one run. Made by ``create`` or ``open_for_resume``, which take the folder's lock; ``close`` gives it back."""
+
+    def __init__(self, folder: Path, descriptor: int, elapsed: float = 0.0, step: int = 0) -> None:
+        self.folder = folder
+        self._lock = descriptor
+        self._steps = _append(folder / "steps.jsonl")
+        self._events = _append(folder / "events.jsonl")
+        self._started = time.perf_counter() - elapsed
+        self._step = step
+
+    @classmethod
+    def create(cls, folder: Path, config: Any, environment: Mapping[str, Any] | None = None) -> Self:
+        """Start the log of a new run in an existing folder and write ``config.json`` and ``environment.json``.
+
+        ``environment`` is added to what is read here (devices and the data's fingerprint are the caller's). Raises RunError when
+        the folder holds a run.
+        """
+        descriptor = _locked(folder)
+        try:
+            with (folder / "config.json").open("x", encoding="utf-8") as file:
+                json.dump(asdict(config) if is_dataclass(config) else dict(config), file, indent=2)
+        except FileExistsError:
+            os.close(descriptor)
+            raise RunError(f"{folder} already holds a run; continue it with -p resume {folder}, or choose another folder") from None
+        log = cls(folder, descriptor)
+        log.write("environment", {**describe_environment(), **(environment or {})})
+        log.event("start")
+        return log
+
+    @classmethod
+    def open_for_resume(cls, folder: Path, step: int) -> Self:
+        """Continue a run's log after ``step``, the step of the checkpoint that is loaded (0: from the beginning).
+
+        Later lines are cut off and kept as a ``dropped`` event, a half-written line goes, the old summary goes, and ``resume`` is
+        noted with what changed in the environment. Raises RunError when another process holds the run.
+        """
+        descriptor = _locked(folder)
+        _cut_half_line(folder / "events.jsonl")
+        _cut_half_line(folder / "steps.jsonl")
+        offset, dropped, last = _find_step(folder / "steps.jsonl", step)
+        log = cls(folder, descriptor, elapsed=last.get("elapsed", 0.0), step=step)
+        if dropped:
+            steps, losses = [line["step"] for line in dropped], [line["loss"] for line in dropped]
+            log.event("dropped", first=steps[0], last=steps[-1], losses=losses)
+            os.fsync(log._events)
+            os.ftruncate(log._steps, offset)
+        if last.get("step", 0) < step:
+            log.event("warning", text=f"the log ends at step {last.get('step', 0)}, before the checkpoint at step {step}")
+        status = (_read(folder / "summary.json") or {}).get("status", "unfinished")
+        (folder / "summary.json").unlink(missing_ok=True)
+        before, now = (_read(folder / "environment.json") or {}).get("versions", {}), describe_environment()["versions"]
+        changed = {name: [before.get(name), now.get(name)] for name in sorted({*before, *now}) if before.get(name) != now.get(name)}
+        log.event("resume", after=status, dropped=len(dropped), versions_changed=changed)
+        return log
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write ``<name>.json`` (environment, plan, buckets) whole or not at all."""
+        with home.write_aside(self.folder / f"{name}.json") as aside:
+            aside.write_text(json.dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
+
+    def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one step with the keys of ``STEP_FIELDS``; ``time``, ``elapsed`` and ``finite`` are stamped here. Returns the line.
+
+        Raises ValueError for missing or unknown keys and TypeError for a value that is no plain number (a tensor would keep its graph).
+        """
+        _check_keys(record, STEP_FIELDS, OPTIONAL_STEP_FIELDS, "step")
+        for batch in record["batches"]:
+            _check_keys(batch, BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, "batch")
+        watched = [record["loss"], record["grad_norm"], *(batch["loss"] for batch in record["batches"])]
+        stamps = {
+            "time": time.time(),
+            "elapsed": time.perf_counter() - self._started,
+            "finite": all(value is None or math.isfinite(value) for value in watched),
+        }
+        merged = {**record, **stamps}
+        line = {name: _plain(merged[name]) for name in STEP_FIELDS if name in merged}
+        _write_line(self._steps, line)
+        self._step = line["step"]
+        return line
+
+    def event(self, kind: str, step: int | None = None, **details: Any) -> None:
+        """Append one event; ``step`` is the last written step unless given."""
+        if kind not in EVENT_KINDS:
+            raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(sorted(EVENT_KINDS))}")
+        _write_line(self._events, _plain({"time": time.time(), "step": self._step if step is None else step, "kind": kind, **details}))
+        if kind == "checkpoint":
+            os.fsync(self._steps)
+            os.fsync(self._events)
+
+    def finish(self, status: str, **summary: Any) -> None:
+        """Say how the run ended: ``summary.json`` with ``status`` finished, interrupted or failed, and the event."""
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r} is none of {', '.join(sorted(STATUSES))}")
+        self.event("interrupt" if status == "interrupted" else "finish", status=status)
+        self.write("summary", {"status": status, "step": self._step, **summary})
+
+    def close(self) -> None:
+        """Give the folder back. Can be called twice."""
+        if self._lock >= 0:
+            for descriptor in (self._steps, self._events, self._lock):
+                os.close(descriptor)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _locked(folder: Path) -> int:
+    try:
+        return lock.lock(folder)
+    except BlockingIOError:
+        raise RunError(f"{folder} is being written by another process; wait for it or stop it first") from None
+
+
+def _append(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def _write_line(descriptor: int, content: Mapping[str, Any]) -> None:
+    """One line in one write. On a full disk the file is cut back to whole lines before the error goes up."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    before = os.fstat(descriptor).st_size
+    try:
+        written = os.write(descriptor, data)
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+def _check_keys(record: Mapping[str, Any], known: Mapping[str, Any], optional: frozenset[str], what: str) -> None:
+    missing = [name for name in known if name not in record and name not in optional and name not in STAMPED]
+    unknown = [name for name in record if name not in known or name in STAMPED]
+    if missing or unknown:
+        raise ValueError(
+            f"a {what} record lacks {', '.join(missing) or 'nothing'} and must not hold {', '.join(unknown) or 'anything else'}"
+        )
+    if set(record.get("seconds", ())) - set(STAGES):
+        raise ValueError(f"seconds holds {', '.join(record['seconds'])}; known: {', '.join(STAGES)}")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: numpy scalars and arrays unpacked, floats at nine digits, what is not finite as None."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a log takes plain numbers and text, not {type(value).__name__}")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _cut_half_line(path: Path) -> None:
+    if path.is_file() and (size := path.stat().st_size):
+        with path.open("r+b") as file:
+            back = 0
+            while back < size:
+                back = min(size, back + 65536)
+                file.seek(size - back)
+                if (end := file.read(back).rfind(b"\n")) >= 0:
+                    file.truncate(size - back + end + 1)
+                    return
+            file.truncate(0)
+
+
+def _find_step(path: Path, step: int) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
+    """Where the lines after ``step`` begin, those lines, and the last line that stays."""
+    offset, dropped, last = 0, [], {}
+    if path.is_file():
+        with path.open("rb") as file:
+            for raw in file:
+                number = re.match(rb'\{"step":(\d+)', raw)
+                if number is None:
+                    raise RunError(f"{path}: the line at byte {offset} is no step; repair or remove it before the run is continued")
+                if int(number[1]) > step:
+                    dropped.append(json.loads(raw))
+                else:
+                    offset, final = offset + len(raw), raw
+            if offset:
+                last = json.loads(final)
+    return offset, dropped, last
