@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from dflash_nb.data.dataset import Batch
 from dflash_nb.model.target_info import TargetError, TargetInfo, check_layer_ids, default_layer_ids, read_target_info
-
-if TYPE_CHECKING:
-    from dflash_nb.data.dataset import Batch
 
 __all__ = [
     "Features",
@@ -204,7 +201,7 @@ class FrozenTarget:
         """The embedding and output matrix; a copy where ``device`` is another one."""
         return self._head if device is None else self._head.to(device)
 
-    def features(self, batch: "Batch") -> Features:
+    def features(self, batch: Batch) -> Features:
         """Hidden states of the chosen layers for the real tokens of a right-padded batch.
 
         ``seconds`` holds ``transfer`` (ids to the device) and ``target`` (the forward, waited for).
