@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
+from dflash_nb.data.supervision import Supervision
 
 from .style import ACCENT, FAINT, INK, WARN, Plot, count, finish, length_axis, new_figure, percent
 
@@ -46,7 +47,10 @@ def histogram(lengths: LengthHistogram, limit: int | None = None, name: str = ""
     for (label, value), y in zip(marks.items(), heights, strict=True):
         for axis in axes[:, 0]:
             axis.axvline(value, color=INK, linewidth=0.8, linestyle=":")
-        axes[0, 0].text(value, y, f" {label} {value:,}", fontsize=8, transform=axes[0, 0].get_xaxis_transform(), va="top", ha="right")
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        axes[0, 0].text(
+            value, y, f"{label} {value:,} ", fontsize=8, transform=axes[0, 0].get_xaxis_transform(), va="top", ha="right", bbox=box
+        )
     finding = (
         f"Half of the samples are shorter than {marks['p50']:,} tokens; the longest 1 % start at {marks['p99']:,} "
         f"and the longest has {lengths.max:,}"
@@ -61,6 +65,20 @@ def histogram(lengths: LengthHistogram, limit: int | None = None, name: str = ""
     length_axis(axes[1, 0], bins[0], bins[-1])
     note = f"{name + ': ' if name else ''}{count(lengths.n_samples)} samples, {count(lengths.n_tokens)} tokens, mean {lengths.mean:,.0f}"
     return finish(figure, finding, note)
+
+
+def summary(lengths: LengthHistogram) -> list[dict]:
+    """Samples and tokens an octave of length (ranges of powers of two), as rows for a table."""
+    edges = 2 ** np.arange(int(np.log2(lengths.min)), int(np.log2(lengths.max)) + 2)
+    return [
+        {
+            "length": f"{low:,} - {high - 1:,}",
+            "samples": round(lengths.share(low, high) * lengths.n_samples),
+            "samples %": 100 * lengths.share(low, high),
+            "tokens %": 100 * lengths.tokens_between(low, high) / lengths.n_tokens,
+        }
+        for low, high in zip(edges[:-1], edges[1:], strict=True)
+    ]
 
 
 def cumulative(lengths: LengthHistogram, name: str = "") -> Plot:
@@ -88,11 +106,13 @@ def cumulative(lengths: LengthHistogram, name: str = "") -> Plot:
     return finish(figure, finding, f"{name + ': ' if name else ''}{count(lengths.n_samples)} samples, {count(lengths.n_tokens)} tokens")
 
 
-def supervised(lengths: np.ndarray, n_supervised: np.ndarray, name: str = "") -> Plot:
-    """Supervised tokens a sample against its length: binned median with the 10-90 % band.
-
-    ``lengths``, ``n_supervised``: int64 [n], tokens and supervised tokens of each sample.
-    """
+def supervised(supervision: Supervision | None, name: str = "") -> Plot:
+    """Supervised tokens a sample against its length: binned median with the 10-90 % band."""
+    if supervision is None:
+        return _lengths_only(name)
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    lengths, n_supervised = supervision.lengths, supervision.n_supervised
     bins = _octave_bins(int(lengths.min()), int(lengths.max()))
     which = np.digitize(lengths, bins) - 1
     rows = []
@@ -100,8 +120,6 @@ def supervised(lengths: np.ndarray, n_supervised: np.ndarray, name: str = "") ->
         values = n_supervised[which == index]
         rows.append((np.sqrt(bins[index] * bins[index + 1]), *np.quantile(values, [0.1, 0.5, 0.9])))
     x, low, middle, high = np.array(rows).T
-    figure, axes = new_figure()
-    axis = axes[0, 0]
     axis.fill_between(x, low, high, color=ACCENT, alpha=0.25, linewidth=0)
     axis.plot(x, middle, color=ACCENT, marker="o", markersize=4)
     axis.plot(x, x, color=FAINT, linestyle=":", linewidth=1)
@@ -110,8 +128,7 @@ def supervised(lengths: np.ndarray, n_supervised: np.ndarray, name: str = "") ->
     length_axis(axis, bins[0], bins[-1])
     length_axis(axis, max(1, min(low[low > 0], default=1)), max(2, x[-1] * 1.3), which="y")
     share = n_supervised.sum() / lengths.sum()
-    longest = lengths >= np.quantile(lengths, 0.9)
-    tail = n_supervised[longest].sum() / max(1, n_supervised.sum())
+    tail = n_supervised[lengths >= np.quantile(lengths, 0.9)].sum() / max(1, n_supervised.sum())
     none = int((n_supervised == 0).sum())
     finding = (
         f"{percent(share)} of tokens are supervised; the longest tenth of samples holds {percent(tail)} of them"
@@ -120,12 +137,17 @@ def supervised(lengths: np.ndarray, n_supervised: np.ndarray, name: str = "") ->
     return finish(figure, finding, f"{name + ': ' if name else ''}band: 10-90 % of samples, n = {len(lengths):,}")
 
 
-def sources(names: Sequence[str], lengths: np.ndarray, most: int = 12) -> Plot:
-    """One row a source: median length with its 10-90 % bar, sorted by the source's share of tokens. ``names``: source of each sample."""
-    labels, which = np.unique(np.asarray(names), return_inverse=True)
+def sources(supervision: Supervision | None, name: str = "", most: int = 12) -> Plot:
+    """One row a source: median length with its 10-90 % bar, for the ``most`` sources with the most tokens."""
+    if supervision is None:
+        return _lengths_only(name)
+    lengths = supervision.lengths
+    labels, which = np.array(["all samples"]), np.zeros(len(lengths), dtype=int)
+    if supervision.sources is not None:
+        labels, which = np.unique(supervision.sources.astype(str), return_inverse=True)
     tokens = np.bincount(which, weights=lengths)
     largest = np.argsort(-tokens)[:most]
-    figure, axes = new_figure(height=1.4 + 0.28 * len(largest))
+    figure, axes = new_figure(height=1.5 + 0.28 * len(largest))
     axis = axes[0, 0]
     for y, index in enumerate(largest):
         low, middle, high = np.quantile(lengths[which == index], [0.1, 0.5, 0.9])
@@ -135,9 +157,16 @@ def sources(names: Sequence[str], lengths: np.ndarray, most: int = 12) -> Plot:
     axis.invert_yaxis()
     axis.set_xlabel("length (tokens): median and 10-90 %")
     length_axis(axis, max(1, lengths.min()), lengths.max() * 1.1)
-    top = largest[0]
-    finding = f"{labels[top]} holds the most tokens, {percent(tokens[top] / tokens.sum())}, of {len(labels):,} sources"
-    return finish(figure, finding, f"share of tokens beside the name; n = {len(lengths):,}")
+    finding = f"{labels[largest[0]]} holds the most tokens, {percent(tokens[largest[0]] / tokens.sum())}, of {len(labels):,} sources"
+    if supervision.sources is None:
+        finding = f"The {len(lengths):,} samples name no source: add a column 'source' to see them apart"
+    return finish(figure, finding, f"{name + ': ' if name else ''}share of tokens beside the name; n = {len(lengths):,}")
+
+
+def _lengths_only(name: str) -> Plot:
+    figure, axes = new_figure(height=1.2)
+    axes[0, 0].set_axis_off()
+    return finish(figure, f"{name or 'This source'} holds lengths only: 0 loss masks and 0 sources to draw")
 
 
 def random_waste(rows: Sequence[dict], batch_size: int, name: str = "") -> Plot:

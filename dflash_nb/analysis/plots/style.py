@@ -55,8 +55,8 @@ def new_figure(
 def finish(figure: Figure, finding: str, note: str = "") -> Plot:
     """Put the finding on top, ``note`` (n, seed, source) in the corner, and render."""
     finding = " ".join(finding.split())
-    width = int(figure.get_figwidth() * 13)
-    figure.suptitle("\n".join(textwrap.wrap(finding, width)), fontsize=10.5, x=0.01, ha="left", fontweight="bold", color=INK)
+    width = int(figure.get_figwidth() * 11.4)
+    figure.suptitle("\n".join(textwrap.wrap(finding, width)), fontsize=10, x=0.01, ha="left", fontweight="bold", color=INK)
     if note:
         figure.supxlabel("\n".join(textwrap.wrap(note, int(width * 1.4))), fontsize=7, x=0.99, ha="right", color="#666666")
     png = io.BytesIO()
