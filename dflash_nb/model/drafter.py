@@ -20,6 +20,7 @@ from torch import nn
 
 from dflash_nb.model.anchors import Anchors
 from dflash_nb.model.attention import BlockLayout, LayerMask, block_attention
+from dflash_nb.model.linear import Linear
 from dflash_nb.model.target_info import TargetInfo, check_layer_ids, default_layer_ids
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -138,7 +139,7 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -215,10 +216,10 @@ class _Attention(nn.Module):
     def __init__(self, config: DrafterConfig, layer: int):
         super().__init__()
         self.head_dim, self.mask = config.head_dim, config.layer_mask(layer)
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
         self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -238,9 +239,9 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden):
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
