@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from dflash_nb.planner.buckets import bucket_of
 from dflash_nb.planner.documents import pack_documents
 from dflash_nb.planner.options import PlanError, PlanOptions
 from dflash_nb.planner.order import batch_order
 from dflash_nb.planner.packing import pack_padded
+from dflash_nb.planner.ranks import RankBatches, share_batches
 from dflash_nb.planner.samples import Samples, select_samples
 
 MIXED = -1
-GATHER = 1 << 20
+CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,15 @@ class BatchPlan:
         rows = self.sample_ids[self.offsets[index] : self.offsets[index + 1]]
         return PlannedBatch(index, rows, int(self.padded_lengths[index]), int(self.bucket_ids[index]), int(self.real_tokens[index]))
 
+    def ranks(self, world: int | None = None, seconds: np.ndarray | None = None, remainder: str = "repeat") -> RankBatches:
+        """The batches of each rank, by padded tokens or by modelled ``seconds`` of each batch; ``world`` as planned if not given."""
+        cost = self.padded_tokens if seconds is None else seconds
+        return share_batches(cost, self.options.world if world is None else world, self.options.window, remainder)
+
+    def rank(self, rank: int, world: int | None = None) -> np.ndarray:
+        """Indices int64[steps] of the batches that ``rank`` runs, in order; as many for every rank."""
+        return self.ranks(world).batches[:, rank]
+
     def sha256(self) -> str:
         """Hash of everything that runs, equal for equal plans on every machine."""
         digest = hashlib.sha256()
@@ -114,6 +125,9 @@ def plan_epoch(
     """
     chosen = PlanOptions(strategy=strategy, boundaries=boundaries, **options)
     samples = select_samples(lengths, n_supervised, chosen)
+    longest = int(samples.lengths.max())
+    if chosen.boundaries is not None and longest >= chosen.boundaries[-1]:
+        raise PlanError(f"the longest sample has {longest} tokens; the last boundary must be above it, not {chosen.boundaries[-1]}")
     composition, ordering = _generators(seed, epoch)
     visit, offsets = _compose(samples, chosen, composition)
     ordered = _order_batches(samples, visit, offsets, chosen, ordering)
@@ -133,59 +147,61 @@ def _generators(seed: int, epoch: int) -> tuple[np.random.Generator, np.random.G
 
 
 def _compose(samples: Samples, options: PlanOptions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Put samples together: positions int[n] in visiting order, and the offsets of the batches in it."""
-    padded, n = samples.padded, len(samples.padded)
-    budget, most_rows = options.token_budget, options.most_rows
+    """Put samples together: positions int32[n] in visiting order, and the offsets of the batches in it."""
+    padded = samples.padded
     if options.strategy == "bucketed":
         return _bucketed(samples, options, rng)
     if options.strategy == "sorted":
-        visit = _by_length(padded, np.arange(n))
+        visit = _by_length(padded, np.arange(len(padded), dtype=np.int32))
     else:
-        visit = rng.permutation(n)
+        visit = rng.permutation(len(padded)).astype(np.int32)
     if options.strategy == "packed":
-        row_tokens = budget // options.pad_multiple * options.pad_multiple
-        documents, offsets = pack_documents(samples.lengths[visit], row_tokens, most_rows, options.pool_size)
-        return visit[documents], offsets
+        row_tokens = options.token_budget // options.pad_multiple * options.pad_multiple
+        return pack_documents(samples.lengths, visit, row_tokens, options.most_rows, options.pool_size)
     if options.strategy == "pooled":
-        visit = _sort_pools(padded, visit, options.pool_size)
-    return visit, pack_padded(padded[visit], budget, most_rows)
+        _sort_pools(padded, visit, options.pool_size)
+    return visit, pack_padded(padded[visit], options.token_budget, options.most_rows)
 
 
 def _by_length(padded: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Positions sorted by padded length along the last axis, ties by position: the same on every machine."""
-    return np.sort(padded[positions].astype(np.int64) << 32 | positions, axis=-1) & 0xFFFFFFFF
+    keys = padded[positions].astype(np.int64) << 32
+    keys |= positions
+    keys.sort(axis=-1)
+    return keys.astype(np.int32)
 
 
-def _sort_pools(padded: np.ndarray, visit: np.ndarray, pool_size: int) -> np.ndarray:
-    """Sort inside pools, up and down by turns, so that a batch across the border of two pools has equal lengths too."""
-    whole = len(visit) // pool_size * pool_size
-    pools = _by_length(padded, visit[:whole].reshape(-1, pool_size))
-    pools[1::2] = pools[1::2, ::-1]
-    rest = _by_length(padded, visit[whole:])
-    return np.concatenate([pools.reshape(-1), rest[::-1] if len(pools) % 2 else rest])
+def _sort_pools(padded: np.ndarray, visit: np.ndarray, pool_size: int) -> None:
+    """Sort inside pools, up and down by turns, so that a batch across the border of two pools has equal lengths too. In place."""
+    step = -(-CHUNK // (2 * pool_size)) * 2 * pool_size
+    for low in range(0, len(visit), step):
+        part = visit[low : low + step]
+        whole = part[: len(part) // pool_size * pool_size].reshape(-1, pool_size)
+        rest = part[whole.size :]
+        whole[:], rest[:] = _by_length(padded, whole), _by_length(padded, rest)
+        whole[1::2] = whole[1::2, ::-1]
+        if len(whole) % 2:
+            rest[:] = rest[::-1]
 
 
 def _bucketed(samples: Samples, options: PlanOptions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle inside each bucket, pack each bucket, then pack the last batches of all buckets again if that saves any."""
-    edges = np.asarray(options.boundaries)
     longest = int(samples.lengths.max())
-    if longest >= edges[-1]:
-        raise PlanError(f"the longest sample has {longest} tokens; the last boundary must be above it, not {edges[-1]}")
-    bucket_of_length = np.searchsorted(edges, np.arange(longest + 1), side="right") - 1
-    buckets = bucket_of_length.astype(np.min_scalar_type(len(edges)))[samples.lengths]
+    bucket_of_length = bucket_of(np.arange(longest + 1), options.boundaries)
+    buckets = bucket_of_length.astype(np.min_scalar_type(len(options.boundaries)))[samples.lengths]
     visit = np.argsort(buckets, kind="stable")
-    ends = np.cumsum(np.bincount(buckets, minlength=len(edges) - 1))
+    ends = np.cumsum(np.bincount(buckets, minlength=len(options.boundaries) - 1))
     for start, end in zip(np.concatenate([[0], ends[:-1]]), ends, strict=True):
         rng.shuffle(visit[start:end])
+    visit = visit.astype(np.int32)
     ends = np.unique(ends[ends > 0])
-    budget, most_rows = options.token_budget, options.most_rows
-    offsets = pack_padded(samples.padded[visit], budget, most_rows, ends)
+    offsets = pack_padded(samples.padded[visit], options.token_budget, options.most_rows, ends)
     last = np.searchsorted(offsets, ends) - 1
     tails = np.zeros(len(visit), dtype=bool)
     for start, end in zip(offsets[last], ends, strict=True):
         tails[start:end] = True
     tail_visit = _by_length(samples.padded, visit[tails])
-    tail_offsets = pack_padded(samples.padded[tail_visit], budget, most_rows)
+    tail_offsets = pack_padded(samples.padded[tail_visit], options.token_budget, options.most_rows)
     if len(tail_offsets) - 1 >= len(ends):
         return visit, offsets
     sizes = np.concatenate([np.delete(np.diff(offsets), last), np.diff(tail_offsets)])
@@ -199,13 +215,14 @@ def _order_batches(
     rows = np.diff(offsets)
     mean_lengths = np.add.reduceat(samples.lengths[visit], offsets[:-1], dtype=np.int64) / rows
     running = batch_order(mean_lengths, options.order, options.window, rng)
-    starts, rows = offsets[running], rows[running]
+    rows = rows[running]
     moved = np.concatenate([[0], np.cumsum(rows)])
-    shift = starts - moved[:-1]
-    placed = np.empty(len(visit), dtype=np.int64)
-    for low in range(0, len(rows), GATHER // 16):
-        part = slice(low, low + GATHER // 16)
-        begin, end = moved[low], moved[min(low + GATHER // 16, len(rows))]
+    shift = offsets[running] - moved[:-1]
+    placed = np.empty_like(visit)
+    step = -(-CHUNK * len(rows) // len(visit))
+    for low in range(0, len(rows), step):
+        part = slice(low, low + step)
+        begin, end = moved[low], moved[min(low + step, len(rows))]
         placed[begin:end] = visit[np.arange(begin, end) + np.repeat(shift[part], rows[part])]
     return placed, moved
 
@@ -220,8 +237,7 @@ def _describe(samples: Samples, visit: np.ndarray, offsets: np.ndarray, options:
     if options.boundaries is None:
         buckets = np.full(len(starts), MIXED, dtype=np.int32)
     else:
-        low = np.searchsorted(options.boundaries, np.minimum.reduceat(lengths, starts), side="right") - 1
-        high = np.searchsorted(options.boundaries, longest, side="right") - 1
-        buckets = np.where(low == high, low, MIXED).astype(np.int32)
-    ids = visit if samples.ids is None else samples.ids[visit]
+        low = bucket_of(np.minimum.reduceat(lengths, starts), options.boundaries)
+        buckets = np.where(low == bucket_of(longest, options.boundaries), low, np.int32(MIXED))
+    ids = visit.astype(np.int64) if samples.ids is None else samples.ids[visit]
     return BatchPlan(ids, offsets, padded, buckets, real, seed, epoch, options, samples.excluded, samples.truncated)

@@ -1,80 +1,86 @@
 """Pack whole documents behind each other into rows of a token budget: no padding, no split, no cut.
 
-All pools are packed side by side, one document of each pool a step, so 902,087 documents take 0.08 s; a best-fit loop over the
-documents takes seconds. The rows are .994 full on the reference lengths with pools of 2,048, and every row has its share of
-long and short documents, so rows mix as well as a random order does.
+All pools are packed side by side, one document of each pool a step, so 902,087 documents take 0.09 s; a best-fit loop over the
+documents takes seconds. The rows are .993 full on the reference lengths with pools of 2,048, and every row has its share of
+long and short documents: eight of them are nearer to the data's mix (W1 .018) than eight random batches (.087).
 """
 
 import numpy as np
 
-POOLS_AT_ONCE = 512
-CLOSED = np.int64(1) << 40
+POOLS_AT_ONCE = 128
+LOWER = np.int64(0xFFFFFFFF)
+UPPER = ~LOWER
+CLOSED = np.int64(1) << 62
 
 
-def pack_documents(lengths: np.ndarray, row_tokens: int, most_documents: int, pool_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of at most ``row_tokens`` tokens and ``most_documents`` documents.
+def pack_documents(
+    lengths: np.ndarray, visit: np.ndarray, row_tokens: int, most_documents: int, pool_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of at most ``row_tokens`` tokens (up to 2^30) and ``most_documents`` documents.
 
-    lengths: int[n] in visiting order, each at most ``row_tokens``; every ``pool_size`` of them are packed together. In a pool
-    the longest document goes first, always to the emptiest row of the fewest rows that could do. What fits in none of them is
-    packed again together with the leftovers of the other pools.
-    Returns the documents int64[n] row by row, as positions in ``lengths``, and the offsets int64[rows + 1].
+    lengths: int[samples], each at most ``row_tokens``. visit: int32[n] the samples in visiting order; every ``pool_size`` of them
+    are packed together. In a pool the longest document goes first, always to the emptiest row of the fewest rows that could do.
+    What fits in none of them is packed again together with the leftovers of the other pools.
+    Returns the samples int32[n] row by row and the offsets int64[rows + 1].
     """
-    waiting = np.arange(len(lengths))
-    opened, documents, row_ids = 0, [], []
-    while len(waiting):
-        position, row, rows = _fill_pools(lengths[waiting], row_tokens, most_documents, pool_size)
-        placed = row >= 0
-        documents.append(waiting[position[placed]])
-        row_ids.append(row[placed] + opened)
-        waiting = waiting[position[~placed]]
-        opened += rows
-    row_of = np.concatenate(row_ids)
-    sizes = np.bincount(row_of)
-    offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])])
-    return np.concatenate(documents)[np.argsort(row_of, kind="stable")], offsets
+    documents, filled, sizes = np.empty_like(visit), 0, []
+    while len(visit):
+        pools = max(1, len(visit) // pool_size)
+        depth = -(-len(visit) // pools)
+        leftovers = []
+        for low in range(0, len(visit), POOLS_AT_ONCE * depth):
+            part = visit[low : low + POOLS_AT_ONCE * depth]
+            placed, rows, left = _fill_pools(lengths[part], depth, row_tokens, most_documents)
+            documents[filled : filled + len(placed)] = part[placed]
+            filled += len(placed)
+            sizes.append(rows)
+            leftovers.append(part[left])
+        visit = np.concatenate(leftovers)
+    return documents, np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
 
-def _fill_pools(lengths: np.ndarray, row_tokens: int, most_documents: int, pool_size: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """One pass over all pools: positions int64[n], the row int64[n] that each went to (-1: none), and how many rows there are."""
-    n = len(lengths)
-    pools = max(1, n // pool_size)
-    depth = -(-n // pools)
+def _fill_pools(lengths: np.ndarray, depth: int, row_tokens: int, most_documents: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack every ``depth`` of the lengths as a pool: positions row by row, documents of each row, positions that found no row."""
+    pools = -(-len(lengths) // depth)
     keys = np.full(pools * depth, -1, dtype=np.int64)
-    keys[:n] = lengths.astype(np.int64) << 32 | np.arange(n)
-    keys_PD = np.sort(keys.reshape(pools, depth), axis=1)[:, ::-1]
-    row_PD = np.full((pools, depth), -1, dtype=np.int64)
-    rows = 0
-    for first in range(0, pools, POOLS_AT_ONCE):
-        part = slice(first, first + POOLS_AT_ONCE)
-        tokens_PD = np.maximum(keys_PD[part] >> 32, 0)
-        by_tokens, by_count = -(-tokens_PD.sum(axis=1) // row_tokens), -(-(tokens_PD > 0).sum(axis=1) // most_documents)
-        rows_P = np.maximum(by_tokens, by_count)
-        column_PD = _emptiest_first(tokens_PD, rows_P, row_tokens, most_documents)
-        row_PD[part] = np.where(column_PD < 0, -1, column_PD + (rows + np.cumsum(rows_P) - rows_P)[:, None])
-        rows += int(rows_P.sum())
-    real_PD = keys_PD >= 0
-    return keys_PD[real_PD] & 0xFFFFFFFF, row_PD[real_PD], rows
+    keys[: len(lengths)] = lengths.astype(np.int64) << 32 | np.arange(len(lengths))
+    keys_PD = keys.reshape(pools, depth)
+    keys_PD.sort(axis=1)
+    keys_DP = np.ascontiguousarray(keys_PD.T[::-1])
+    tokens_P, documents_P = np.maximum(keys_PD >> 32, 0).sum(axis=1), (keys_PD >= 0).sum(axis=1)
+    rows_P = np.maximum(-(-tokens_P // row_tokens), -(-documents_P // most_documents))
+    row_DP = _emptiest_first(keys_DP, rows_P, row_tokens, most_documents)
+    real_DP = keys_DP >= 0
+    positions, row = keys_DP[real_DP].astype(np.int32), row_DP[real_DP]
+    placed = row >= 0
+    sizes = np.bincount(row[placed])
+    by_row = np.argsort(row[placed].astype(np.min_scalar_type(len(sizes))), kind="stable")
+    return positions[placed][by_row], sizes[sizes > 0], positions[~placed]
 
 
-def _emptiest_first(tokens_PD: np.ndarray, rows_P: np.ndarray, row_tokens: int, most_documents: int) -> np.ndarray:
+def _emptiest_first(keys_DP: np.ndarray, rows_P: np.ndarray, row_tokens: int, most_documents: int) -> np.ndarray:
     """Put the documents of every pool, longest first, each into the emptiest row of its pool.
 
-    tokens_PD: int64[pools, documents] decreasing, 0 where a pool has fewer. rows_P: int64[pools] rows of each pool.
-    Returns the row int64[pools, documents] inside the pool, -1 where the emptiest row had no room.
+    keys_DP: int64[documents, pools] with the tokens in the upper 32 bits, decreasing down the pool, negative where it has fewer.
+    rows_P: int64[pools] rows of each pool. Returns the row int32[documents, pools], counted over all pools, -1 where the emptiest
+    row had no room. What a row holds is one integer, tokens above documents, so the emptiest row is the smallest integer.
     """
     pools, most_rows = len(rows_P), int(rows_P.max())
-    load_PR = np.zeros((pools, most_rows), dtype=np.int64)
-    load_PR[np.arange(most_rows) >= rows_P[:, None]] = CLOSED
-    load, held = load_PR.reshape(-1), np.zeros(pools * most_rows, dtype=np.int64)
-    first_P = np.arange(pools) * most_rows
-    column_DP = np.empty(tokens_PD.shape[::-1], dtype=np.int64)
-    for document, tokens_P in enumerate(np.ascontiguousarray(tokens_PD.T)):
-        column_P = load_PR.argmin(axis=1)
-        row_P = first_P + column_P
-        fits_P = (load[row_P] + tokens_P <= row_tokens) & (tokens_P > 0)
-        column_DP[document] = np.where(fits_P, column_P, -1)
-        row_P = row_P[fits_P]
-        load[row_P] += tokens_P[fits_P]
-        held[row_P] += 1
-        load[row_P[held[row_P] == most_documents]] = CLOSED
-    return column_DP.T
+    held_PR = np.zeros((pools, most_rows), dtype=np.int64)
+    held_PR[np.arange(most_rows) >= rows_P[:, None]] = CLOSED
+    held, first_P = held_PR.reshape(-1), np.arange(pools) * most_rows
+    most_documents = min(most_documents, len(keys_DP))
+    limit = (row_tokens << 32) + most_documents
+    row_DP = np.empty(keys_DP.shape, dtype=np.int32)
+    for document, key_P in enumerate(keys_DP):
+        row_P = held_PR.argmin(axis=1) + first_P
+        after_P = held[row_P] + ((key_P & UPPER) + 1)
+        fits_P = (after_P <= limit) & (key_P >= 0)
+        row_DP[document] = row_P
+        if not fits_P.all():
+            row_DP[document, ~fits_P] = -1
+            row_P, after_P = row_P[fits_P], after_P[fits_P]
+        held[row_P] = after_P
+        if document + 1 >= most_documents:
+            held[row_P[after_P & LOWER == most_documents]] = CLOSED
+    return row_DP

@@ -13,6 +13,7 @@ from typing import Any
 STRATEGIES = ("sorted", "random", "bucketed", "pooled", "packed")
 ORDERS = ("balanced", "uniform")
 TOO_LONG = ("error", "drop", "truncate")
+LARGEST_BUDGET = 2**30
 
 
 class PlanError(ValueError):
@@ -61,6 +62,8 @@ class PlanOptions:
             self._whole(name, smallest=0)
         if self.max_length is not None:
             self._whole("max_length", smallest=1)
+        if self.token_budget > LARGEST_BUDGET:
+            raise PlanError(f"token_budget must be at most {LARGEST_BUDGET}, not {self.token_budget}")
         if self.pad_multiple > self.token_budget:
             raise PlanError(f"pad_multiple {self.pad_multiple} is above token_budget {self.token_budget}: no sample would fit")
         if self.slot_budget and not self.slots_per_row:

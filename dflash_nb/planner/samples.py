@@ -52,10 +52,10 @@ def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options
     if not left:
         reasons = ", ".join(f"{len(rows)} {reason}" for reason, rows in excluded.items()) or "there are no lengths"
         raise PlanError(f"no sample is left to plan: {reasons}")
-    small = np.int32 if options.token_budget < 2**31 else np.int64
-    run = np.minimum(lengths if ids is None else lengths[ids], longest).astype(small)
-    padded = run if options.pad_multiple == 1 else -(-run // options.pad_multiple) * options.pad_multiple
     truncated = too_long[keep[too_long]]
+    run = (lengths if ids is None else lengths[ids]).astype(np.int32)
+    run[truncated if ids is None else np.searchsorted(ids, truncated)] = longest
+    padded = run if options.pad_multiple == 1 else -(-run // options.pad_multiple) * options.pad_multiple
     return Samples(ids, run, padded, excluded, truncated)
 
 
