@@ -71,9 +71,8 @@ def write_run(folder: Path, recipe: Recipe | None = None, status: str | None = "
     with RunLog.create(folder, recipe.train_config(), {"devices": ["cpu"], "data": {"rows": 1000}}) as log:
         total = recipe.total_steps or recipe.steps
         log.write("buckets", {"boundaries": list(recipe.edges)})
-        batches, padded = total * recipe.accumulation, float(np.mean(padded_tokens(recipe)))
-        efficiency = float(np.mean(real_tokens(recipe)) / padded)
-        epoch = {"batches": batches, "steps": total, "efficiency": efficiency, "fill": 0.9, "tokens": int(batches * padded * efficiency)}
+        batches, tokens, padded = total * recipe.accumulation, np.mean(real_tokens(recipe)), np.mean(padded_tokens(recipe))
+        epoch = {"batches": batches, "steps": total, "tokens": int(batches * tokens), "padded_tokens": int(batches * padded)}
         log.write("plan", {"epochs": [{"epoch": e, **epoch} for e in range(recipe.epochs)], "total_steps": total})
         if 0 in recipe.evals:
             log.event("eval", **evaluation(recipe, 0))

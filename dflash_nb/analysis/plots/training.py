@@ -1,0 +1,368 @@
+"""Notebook 03: is it running well? Every function takes a :class:`~dflash_nb.pipeline.run.Run` and draws whatever it holds.
+
+Nothing is averaged over batches: losses are the log's own weighted means, rates are sums of tokens over sums of seconds. A run of one
+step, without evaluation, or still going draws too. 500,000 steps take MEASURED s.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from dflash_nb.pipeline.run import Run
+from dflash_nb.planner.diversity import AchievedBatches, lag1, longest_run
+
+from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, count, finish, new_figure, percent
+
+MOST_RANGES = 8
+MOST_POINTS = 4000
+BINS = 60
+STAGE_COLORS = {"wait": WARN, "transfer": OKABE_ITO[4], "drafter": ACCENT, "optimizer": OKABE_ITO[3]}
+STAGE_WORDS = {"wait": "wait for target", "transfer": "transfer", "drafter": "drafter and loss", "optimizer": "optimizer"}
+
+
+def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Running median over ``window`` steps (default 1/15 of them, 9 at least), shorter at the ends; NaN are left out."""
+    window = window or max(9, len(values) // 15 | 1)
+    return pd.Series(values).rolling(window, center=True, min_periods=1).median().to_numpy()
+
+
+def loss(run: Run) -> Plot:
+    """Loss against step (faint: each step, line: running median, dots: held-out), then against supervised tokens seen; learning rate."""
+    figure, axes = new_figure(3, 1, height=6.2, gridspec_kw={"height_ratios": [3, 2, 1.2]})
+    by_step, by_tokens, rate = axes[:, 0]
+    if not len(run):
+        return _nothing(run, figure, by_step)
+    steps, losses = run.steps["step"], run.steps["loss"]
+    seen = np.cumsum(run.steps["supervised"])
+    median = smoothed(losses)
+    for axis, x in ((by_step, steps), (by_tokens, seen)):
+        thin = _thin(len(x))
+        axis.plot(x[thin], losses[thin], color=FAINT, linewidth=0.6, alpha=0.7)
+        axis.plot(x[thin], median[thin], color=ACCENT, linewidth=1.8, marker="o" if len(x) == 1 else None)
+        axis.set_ylabel("loss (nats)")
+    evals = [(event["step"], event["loss"]) for event in run.events_of("eval") if event.get("loss") is not None]
+    for axis, x_of in ((by_step, lambda step: step), (by_tokens, lambda step: _at(steps, seen, step))):
+        if evals:
+            axis.plot([x_of(step) for step, _ in evals], [value for _, value in evals], "D", color=WARN, markersize=5, zorder=3)
+    _mark_events(run, by_step)
+    by_step.set_xlabel("optimiser step")
+    by_tokens.set_xlabel("supervised tokens seen")
+    by_tokens.xaxis.set_major_formatter(lambda value, _: count(value))
+    thin = _thin(len(steps))
+    rate.plot(steps[thin], run.steps["lr"][thin], color=INK, linewidth=1.2, marker="o" if len(steps) == 1 else None)
+    rate.set(xlabel="optimiser step", ylabel="learning rate", ylim=(0, None))
+    first, last, over = _ends(losses)
+    finding = f"Loss {first:.2f} → {last:.2f} after {len(run):,} steps" if len(run) > 1 else f"Loss {last:.2f} at the only step"
+    if evals:
+        finding += f", {evals[-1][1]:.2f} on held-out samples"
+    if not run.steps["finite"].all():
+        finding += f"; {int((~run.steps['finite']).sum()):,} steps were not finite"
+    note = f"ends: median of {over}; orange: held-out; dotted: resume; ticks: checkpoints. {_note(run)}"
+    return finish(figure, finding, note)
+
+
+def acceptance(run: Run) -> Plot:
+    """Tokens accepted a target pass against step: training blocks (faint, running median), held-out blocks, and measured decoding."""
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    if not len(run):
+        return _nothing(run, figure, axis)
+    steps, trained = run.steps["step"], run.steps["acceptance"]
+    thin = _thin(len(steps))
+    axis.plot(steps[thin], trained[thin], color=FAINT, linewidth=0.6, alpha=0.7)
+    axis.plot(steps[thin], smoothed(trained)[thin], color=ACCENT, linewidth=1.8, marker="o" if len(steps) == 1 else None)
+    labels = [(steps[-1], smoothed(trained)[-1], "training blocks", ACCENT)]
+    finding = f"A block of training text is accepted for {labels[0][1]:.2f} tokens at step {steps[-1]:,}"
+    for key, word, color, marker in (("acceptance", "held-out blocks", OKABE_ITO[3], "s"), ("tau", "decoding (tau)", WARN, "D")):
+        points = [(event["step"], event[key]) for event in run.events_of("eval") if event.get(key) is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            axis.plot(x, y, marker=marker, color=color, linewidth=1.0, linestyle=":", markersize=5)
+            labels.append((x[-1], y[-1], word, color))
+            if key == "tau":
+                finding = f"tau {y[0]:.2f} → {y[-1]:.2f} accepted tokens a target pass on held-out prompts, from step {x[0]:,} to {x[-1]:,}"
+    axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
+    axis.text(0.01, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), va="bottom", color=INK)
+    _label_ends(axis, labels)
+    axis.set(xlabel="optimiser step", ylabel="accepted tokens a pass, bonus included")
+    return finish(figure, finding, _note(run))
+
+
+def throughput(run: Run) -> Plot:
+    """Real and padded tokens a second against training minutes; shaded until the rate is steady.
+
+    Dashed: the plan's prediction where it holds one (``tokens_per_second``), else the run's mean.
+    """
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    if not len(run):
+        return _nothing(run, figure, axis)
+    seconds = run.steps["seconds_step"]
+    minutes = np.cumsum(seconds) / 60
+    bins = np.minimum((minutes / max(minutes[-1], 1e-9) * BINS).astype(int), BINS - 1) if len(run) > BINS else np.arange(len(run))
+    middle = np.bincount(bins, minutes) / np.maximum(np.bincount(bins), 1)
+    used = np.bincount(bins) > 0
+    spent = np.bincount(bins, seconds)
+    rates = {name: np.bincount(bins, run.steps[name]) / np.maximum(spent, 1e-9) for name in ("padded_tokens", "tokens")}
+    labels = []
+    for values, word, color in zip(rates.values(), ("padded", "real"), (FAINT, ACCENT), strict=True):
+        axis.plot(middle[used], values[used], color=color, linewidth=1.8, marker="o" if used.sum() < 3 else None)
+        labels.append((middle[used][-1], values[used][-1], f"{word} tokens", color))
+    mean = float(run.steps["tokens"].sum() / max(seconds.sum(), 1e-9))
+    predicted = (run.plan or {}).get("tokens_per_second")
+    axis.axhline(predicted or mean, color=ACCENT, linewidth=0.9, linestyle="--")
+    steady = np.flatnonzero(rates["tokens"][used] >= 0.9 * np.median(rates["tokens"][used]))
+    if len(steady) and steady[0] > 0:
+        axis.axvspan(0, middle[used][steady[0]], color=FAINT, alpha=0.2, linewidth=0)
+    _label_ends(axis, labels)
+    axis.set(xlabel="training time (min), evaluation and checkpoints left out", ylabel="tokens/s", ylim=(0, None), xlim=(0, None))
+    axis.yaxis.set_major_formatter(lambda value, _: count(value))
+    efficiency = run.steps["tokens"].sum() / run.steps["padded_tokens"].sum()
+    finding = f"{mean:,.0f} real tokens/s over {_span(seconds.sum())}; {percent(1 - efficiency)} of the padded tokens are padding"
+    return finish(figure, finding, f"dashed: {'predicted' if predicted else 'mean'}; shaded: start-up. {_note(run)}")
+
+
+def time_by_length(run: Run) -> Plot:
+    """Median milliseconds a batch spends waiting for the target, in transfer, drafter and optimiser; a bar a range of lengths."""
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    if not len(run):
+        return _nothing(run, figure, axis)
+    labels, group = length_ranges(run)
+    parts = _batch_seconds(run)
+    counts = np.bincount(group, minlength=len(labels))
+    medians = {stage: np.array([np.nanmedian(values[group == i]) * 1000 for i in range(len(labels))]) for stage, values in parts.items()}
+    left = np.zeros(len(labels))
+    for stage, values in medians.items():
+        axis.barh(np.arange(len(labels)), values, left=left, color=STAGE_COLORS[stage], edgecolor="white", linewidth=0.5)
+        left += values
+    for i, (end, n) in enumerate(zip(left, counts, strict=True)):
+        axis.text(end, i, f"  {end:,.0f} ms, n = {n:,}", va="center", fontsize=8)
+    longest = int(np.argmax(left))
+    start = 0.0
+    for stage, values in medians.items():
+        if values[longest] > 0.08 * left.max():
+            axis.text(
+                start + values[longest] / 2, longest, STAGE_WORDS[stage], ha="center", va="center", fontsize=7, color="white", clip_on=True
+            )
+        start += values[longest]
+    axis.set_yticks(np.arange(len(labels)), labels)
+    axis.set(xlabel="median time a batch (ms)", ylabel="length range (tokens)", xlim=(0, left.max() * 1.25 or 1))
+    axis.grid(False)
+    total = {stage: float(np.nansum(values)) for stage, values in parts.items()}
+    whole = sum(total.values()) or 1.0
+    most = max(total, key=total.get)
+    finding = f"{percent(total[most] / whole)} of the training time goes into {STAGE_WORDS[most]}"
+    if most != "wait":
+        finding += f", {percent(total['wait'] / whole)} into waiting for the target"
+    words = ", ".join(f"{STAGE_WORDS[stage]} {percent(value / whole)}" for stage, value in total.items())
+    return finish(figure, finding, f"in order: {words}. {_note(run)}")
+
+
+def queues(run: Run) -> Plot:
+    """What waited in q_prefetch (batches) and q_hs (bytes) at each step, against capacity, with the share of time empty and full."""
+    figure, axes = new_figure(2, 1, height=4.6, sharex=True)
+    if not len(run):
+        return _nothing(run, figure, axes[0, 0])
+    seconds = np.maximum(run.steps["seconds_step"], 1e-9)
+    minutes = np.cumsum(seconds) / 60
+    thin = _thin(len(run))
+    rows = (
+        ("q_prefetch (batches)", run.steps["q_prefetch"], run.config.get("prefetch")),
+        ("q_hs (MiB)", run.steps["q_hs_bytes"] / 2**20, run.config.get("q_hs_mb")),
+    )
+    empty_share = []
+    for axis, (label, depth, capacity) in zip(axes[:, 0], rows, strict=True):
+        empty, full = depth == 0, depth >= 0.9 * (capacity or np.inf)
+        axis.fill_between(minutes[thin], depth[thin], color=ACCENT, alpha=0.35, step="post", linewidth=0)
+        axis.plot(minutes[thin], smoothed(depth.astype(float))[thin], color=ACCENT, linewidth=1.4, marker="o" if len(run) == 1 else None)
+        for where, color in ((empty, WARN), (full, FAINT)):
+            transform = axis.get_xaxis_transform()
+            axis.fill_between(minutes[thin], 0, 1, where=where[thin], color=color, alpha=0.2, transform=transform, step="post", linewidth=0)
+        if capacity:
+            axis.axhline(capacity, color=INK, linewidth=0.8, linestyle="--")
+            axis.text(0.995, capacity, f"capacity {capacity:,}", fontsize=7, transform=axis.get_yaxis_transform(), ha="right", va="bottom")
+        empty_share.append(float(seconds[empty].sum() / seconds.sum()))
+        shares = f"empty {percent(empty_share[-1], 0)}, full {percent(seconds[full].sum() / seconds.sum(), 0)} of the time"
+        axis.text(0.01, 0.97, shares, fontsize=8, transform=axis.transAxes, va="top")
+        axis.set(ylabel=label, ylim=(0, max(float(np.nanmax(depth)), capacity or 0) * 1.25 or 1))
+    axes[1, 0].set_xlabel("training time (min)")
+    waiting = float(run.steps["seconds_wait"].sum() / seconds.sum())
+    if waiting > 0.1 and empty_share[0] > 0.5:
+        finding = f"Reading data limits: the drafter waited {percent(waiting)} of the time and no batch stood ready for the target"
+    elif waiting > 0.1:
+        finding = f"The target limits: the drafter waited {percent(waiting)} of the time; another target worker would help"
+    else:
+        finding = f"The drafter limits: it waited only {percent(waiting)} of the time; more target workers would not help"
+    return finish(figure, finding, f"orange: empty; grey: over 90 % full; dashed: capacity. {_note(run)}")
+
+
+def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
+    """What the plan promised beside what ran, as rows for a table: steps, padding, order, speed. A value is None where unknown."""
+    epochs = (run.plan or {}).get("epochs", [])
+    planned = _sums(epochs)
+    steps, batches = run.steps, run.batches
+    tokens, padded = (int(steps[name].sum()) if len(run) else 0 for name in ("tokens", "padded_tokens"))
+    seconds = float(steps["seconds_step"].sum()) if len(run) else 0.0
+    budget = run.config.get("token_budget") or 0
+    ran = AchievedBatches(run.ids, np.concatenate([[0], batches["ids_to"]]), batches["tokens"], batches["bucket"]) if len(run) else None
+    rate = tokens / seconds if seconds else None
+    rows = [
+        ("optimiser steps", planned["steps"], len(run)),
+        ("batches", planned["batches"], len(batches.get("index", ()))),
+        ("real tokens", planned["tokens"], tokens),
+        ("padding, % of padded tokens", _padding(planned["tokens"], planned["padded_tokens"]), _padding(tokens, padded)),
+        ("fill, % of the budget", _fill(planned, budget), 100 * tokens / (len(batches["index"]) * budget) if len(run) and budget else None),
+        ("neighbours alike (lag-1 of mean length)", _mixing(epochs, "lag1"), _measured(lag1, ran)),
+        ("longest run of one bucket, batches", _mixing(epochs, "longest_run"), _measured(longest_run, ran)),
+        ("real tokens/s", (run.plan or {}).get("tokens_per_second"), rate),
+        ("minutes an epoch", _minutes(planned, epochs, (run.plan or {}).get("tokens_per_second")), _minutes(planned, epochs, rate)),
+    ]
+    return [{"measure": name, "planned": _rounded(plan), "achieved": _rounded(got)} for name, plan, got in rows]
+
+
+def by_length(run: Run) -> list[dict[str, Any]]:
+    """A row a range of lengths, for a table: batches, padding, loss, milliseconds, tokens/s, highest memory."""
+    if not len(run):
+        return []
+    labels, group = length_ranges(run)
+    batches, seconds = run.batches, sum(np.nan_to_num(part) for part in _batch_seconds(run).values())
+    memory = run.steps["memory_bytes"][batches["at"]] / 2**30
+    rows = []
+    for i, label in enumerate(labels):
+        mine = group == i
+        tokens, padded = batches["tokens"][mine].sum(), batches["padded_tokens"][mine].sum()
+        late = np.flatnonzero(mine)[-max(1, int(mine.sum()) // 4) :]
+        weight = np.where(np.isfinite(batches["loss"][late]), batches["weight"][late], 0.0)
+        rows.append(
+            {
+                "lengths": label,
+                "batches": int(mine.sum()),
+                "padding %": _padding(tokens, padded),
+                "loss, last quarter": float(np.nansum(batches["loss"][late] * weight) / weight.sum()) if weight.sum() else np.nan,
+                "ms a batch": float(np.median(seconds[mine]) * 1000),
+                "real tokens/s": float(tokens / max(seconds[mine].sum(), 1e-9)),
+                "peak memory GiB": float(np.nanmax(memory[mine])) if np.isfinite(memory[mine]).any() else np.nan,
+            }
+        )
+    return rows
+
+
+def length_ranges(run: Run, most: int = MOST_RANGES) -> tuple[list[str], np.ndarray]:
+    """At most ``most`` ranges of lengths with something in them, and the range of each batch.
+
+    They are the run's buckets, neighbours joined where there are more (to about equal numbers of batches), or octaves of the padded
+    length for a run without buckets.
+    """
+    lengths, buckets = run.batches["padded_length"], run.batches["bucket"]
+    edges = np.array((run.buckets or {}).get("boundaries", ()))
+    if not len(edges) or (buckets < 0).any() or buckets.max() >= len(edges) - 1:
+        edges = 2.0 ** np.arange(np.floor(np.log2(max(lengths.min(), 1))), np.ceil(np.log2(lengths.max() + 1)) + 1)
+        buckets = np.searchsorted(edges, lengths, side="right") - 1
+    used, group = np.unique(buckets, return_inverse=True)
+    if len(used) > most:
+        before = np.cumsum(np.bincount(group)) - np.bincount(group) / 2
+        joined = (before / len(group) * most).astype(int)
+        _, joined = np.unique(joined, return_inverse=True)
+        group = joined[group]
+    spans = [(buckets[group == i].min(), buckets[group == i].max()) for i in range(group.max() + 1)]
+    return [f"{int(edges[low]):,} - {int(edges[high + 1]) - 1:,}" for low, high in spans], group
+
+
+def _batch_seconds(run: Run) -> dict[str, np.ndarray]:
+    """Seconds of each batch by stage, as logged for the batch; where only its step was timed, an equal share of that."""
+    at = run.batches["at"]
+    share = 1.0 / np.bincount(at, minlength=len(run))[at]
+    parts = {}
+    for stage in STAGE_COLORS:
+        of_step = run.steps[f"seconds_{stage}"][at] * share
+        of_batch = run.batches[f"seconds_{stage}"]
+        parts[stage] = np.where(np.isfinite(of_batch), of_batch, of_step)
+    return parts
+
+
+def _nothing(run: Run, figure, axis: Axes) -> Plot:
+    axis.text(0.5, 0.5, "no step yet", ha="center", transform=axis.transAxes, color=INK)
+    return finish(figure, f"No step was written yet: the run is {run.status}", run.folder.name)
+
+
+def _thin(n: int) -> np.ndarray:
+    """Indices of at most MOST_POINTS points for the eye, the last one among them."""
+    return np.unique(np.linspace(0, n - 1, min(n, MOST_POINTS)).astype(int))
+
+
+def _ends(losses: np.ndarray) -> tuple[float, float, int]:
+    """Median loss at both ends over 5 % of the steps, between 1 and 20, and over how many."""
+    finite = losses[np.isfinite(losses)]
+    over = max(1, min(20, round(len(finite) * 0.05)))
+    return (float(np.median(finite[:over])), float(np.median(finite[-over:])), over) if len(finite) else (np.nan, np.nan, 0)
+
+
+def _mark_events(run: Run, axis: Axes) -> None:
+    for event in run.events_of("resume"):
+        axis.axvline(event["step"] + 0.5, color=INK, linewidth=0.9, linestyle=":")
+    saved = [event["step"] for event in run.events_of("checkpoint")]
+    axis.plot(saved, np.full(len(saved), 0.01), "|", color=INK, markersize=6, transform=axis.get_xaxis_transform())
+
+
+def _at(steps: np.ndarray, values: np.ndarray, step: int) -> float:
+    """The value after ``step``; 0 before the first."""
+    index = int(np.searchsorted(steps, step, side="right")) - 1
+    return float(values[index]) if index >= 0 else 0.0
+
+
+def _label_ends(axis: Axes, labels: list[tuple[float, float, str, str]]) -> None:
+    """Names of lines at their right ends, pushed apart where they would overlap."""
+    low, high = axis.get_ylim()
+    placed: list[float] = []
+    for x, y, text, color in sorted(labels, key=lambda label: label[1]):
+        place = max([y, *(other + 0.055 * (high - low) for other in placed[-1:])])
+        placed.append(place)
+        axis.annotate(text, (x, place), xytext=(4, 0), textcoords="offset points", color=color, fontsize=8, va="center")
+    axis.margins(x=0.02)
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right + 0.2 * (right - left))
+
+
+def _note(run: Run) -> str:
+    return f"{run.folder.name}, {run.status}, {len(run):,} steps, seed {run.config.get('seed', 'unknown')}"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def _sums(epochs: list[dict[str, Any]]) -> dict[str, int | None]:
+    names = ("steps", "batches", "tokens", "padded_tokens")
+    return {name: sum(epoch[name] for epoch in epochs) if epochs and all(name in epoch for epoch in epochs) else None for name in names}
+
+
+def _padding(tokens: int | None, padded: int | None) -> float | None:
+    return 100 * (1 - tokens / padded) if tokens and padded else None
+
+
+def _fill(planned: dict[str, int | None], budget: int) -> float | None:
+    return 100 * planned["tokens"] / (planned["batches"] * budget) if planned["tokens"] and planned["batches"] and budget else None
+
+
+def _mixing(epochs: list[dict[str, Any]], name: str) -> float | None:
+    values = [epoch["mixing"][name] for epoch in epochs if name in epoch.get("mixing", {})]
+    return float(np.mean(values)) if values else None
+
+
+def _measured(measure: Callable[[AchievedBatches], float], ran: AchievedBatches | None) -> float | None:
+    return float(measure(ran)) if ran is not None and len(ran.real_tokens) > 2 else None
+
+
+def _minutes(planned: dict[str, int | None], epochs: list[dict[str, Any]], rate: float | None) -> float | None:
+    return planned["tokens"] / len(epochs) / rate / 60 if planned["tokens"] and rate else None
+
+
+def _rounded(value: float | None) -> str:
+    """As text, since the rows of the table hold different kinds."""
+    if value is None or not np.isfinite(value):
+        return "unknown"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:,.2f}"
