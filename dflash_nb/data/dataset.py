@@ -8,14 +8,14 @@ its whole row group, and holding the file decoded means holding all tokens. The 
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from dflash_nb.data.lengths import as_int64, check_lengths, check_token_list
+from dflash_nb.data.lengths import as_int64, check_lengths, check_token_list, integers
 from dflash_nb.data.source import PREPARE, DatasetError, Source, common_schema, file_kind, find_source, read_batches, read_schema
 from dflash_nb.data.source import dataset_path as dataset_path
 from dflash_nb.home import cache_dir, write_aside
@@ -90,22 +90,21 @@ class TokenDataset:
 
     def __init__(self, source: Source, withhold: int = 0):
         self.path, self.split, self.description, self.withhold = source.path, source.split, source.description, withhold
-        self.source_bytes = sum(p.stat().st_size for p in source.files)
+        self.source_bytes = sum(path.stat().st_size for path in source.files)
         columns = _check_columns(source)
-        chunks = [c for path in source.files for c in _map_chunks(path, columns)]
-        self._ids = [c[0] for c in chunks]
-        self._masks = [c[1] for c in chunks]
+        chunks = [chunk for path in source.files for chunk in _map_chunks(path, columns)]
+        if not chunks:
+            raise DatasetError(f"{source.path} holds no samples.")
+        self._ids, self._masks, seq_len, n_supervised = zip(*chunks, strict=True)
         self._first = np.cumsum([0, *(len(ids.offsets) - 1 for ids in self._ids)])
-        lengths = np.concatenate([np.diff(ids.offsets) for ids in self._ids] or [[]]).astype(np.int64)
-        check_lengths(lengths, str(source.path), "input_ids")
-        _refuse_difference(source, lengths, np.concatenate([np.diff(m.offsets) for m in self._masks]), "loss_mask")
+        lengths = check_lengths(np.concatenate([np.diff(ids.offsets) for ids in self._ids]), str(source.path), "input_ids")
+        _refuse_difference(source, lengths, np.concatenate([np.diff(masks.offsets) for masks in self._masks]), "loss_mask")
         if "seq_len" in columns:
-            _refuse_difference(source, lengths, np.concatenate([c[2] for c in chunks]), "seq_len")
-        self._rows = _withheld(source, len(lengths), withhold)
-        self.lengths = lengths[self._rows]
-        self._supervised_column = None
-        if "n_supervised" in columns:
-            self._supervised_column = np.concatenate([c[3] for c in chunks])[self._rows].astype(np.int64)
+            _refuse_difference(source, lengths, np.concatenate(seq_len), "seq_len")
+        rows = _split_rows(source, len(lengths), withhold)
+        self.lengths = lengths[rows]
+        self._start, self._stop = rows.start, rows.stop
+        self._supervised_column = np.concatenate(n_supervised)[rows] if "n_supervised" in columns else None
 
     @classmethod
     def open(cls, source: str | os.PathLike[str], split: str = "train", withhold: int = 0) -> "TokenDataset":
@@ -120,18 +119,13 @@ class TokenDataset:
             DatasetError: columns missing, of the wrong type, or in disagreement; the message names column and row.
             FileNotFoundError: nothing is there.
         """
-        try:
-            found = find_source(source, split)
-        except DatasetError:
-            if split != "heldout" or not withhold:
-                raise
-            found = find_source(source, "train")
-        else:
-            withhold = 0 if found.has_heldout else withhold
-        return cls(Source(found.path, split, found.files, found.has_heldout, found.description), withhold)
+        found = find_source(source)
+        if found.has_heldout or not withhold:
+            return cls(found if split == "train" else find_source(source, split))
+        return cls(replace(found, split=split), withhold)
 
     def __reduce__(self):
-        return TokenDataset.open, (self.path, self.split, self.withhold)
+        return TokenDataset.open, (str(self.path), self.split, self.withhold)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -241,14 +235,14 @@ class TokenDataset:
             raise DatasetError(f"{self.path}: row {row} holds token id {values[place]}, {reason}")
 
     def _place(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        rows = ids + self._rows.start
+        rows = ids + self._start
         chunk = np.searchsorted(self._first, rows, side="right") - 1
         return chunk, rows - self._first[chunk]
 
-    def _scan(self, columns: list[_Lists]) -> Iterator[tuple[_Lists, int, int]]:
+    def _scan(self, columns: tuple[_Lists, ...]) -> Iterator[tuple[_Lists, int, int]]:
         """Pieces of at most SCAN_ROWS rows of this split: (column, first row, last row) inside a record batch."""
         for lists, begin, end in zip(columns, self._first[:-1], self._first[1:], strict=True):
-            low, high = max(begin, self._rows.start) - begin, min(end, self._rows.stop) - begin
+            low, high = max(begin, self._start) - begin, min(end, self._stop) - begin
             for first in range(low, high, SCAN_ROWS):
                 yield lists, first, min(first + SCAN_ROWS, high)
 
@@ -302,10 +296,10 @@ def _lists(path: Path, name: str, column: pa.Array) -> _Lists:
     if pa.types.is_fixed_size_list(column.type):
         offsets = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
     else:
-        offsets = column.offsets.to_numpy()
+        offsets = integers(column.offsets)
     if pa.types.is_boolean(values.type):
         return _Lists(offsets, np.frombuffer(values.buffers()[1] or b"", np.uint8), True, values.offset)
-    return _Lists(offsets, values.to_numpy(), False, 0)
+    return _Lists(offsets, integers(values), False, 0)
 
 
 def _plain_copy(path: Path, columns: tuple[str, ...]) -> Path:
@@ -331,8 +325,8 @@ def _refuse_difference(source: Source, lengths: np.ndarray, others: np.ndarray, 
         )
 
 
-def _withheld(source: Source, rows: int, withhold: int) -> range:
+def _split_rows(source: Source, rows: int, withhold: int) -> slice:
     if not 0 <= withhold < rows:
         raise DatasetError(f"{source.path}: {withhold} rows cannot be withheld of {rows}; at least one must remain to train on.")
     cut = rows - withhold
-    return range(cut, rows) if source.split == "heldout" and withhold else range(0, cut)
+    return slice(cut, rows) if source.split == "heldout" and withhold else slice(0, cut)

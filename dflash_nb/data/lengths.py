@@ -5,14 +5,17 @@ memory-mapped Arrow file take 0.03 s. Everything after the read is int64 whateve
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dflash_nb.data.source import DatasetError, common_schema, find_source, read_batches
+from dflash_nb.data.parquet_lists import parquet_list_lengths
+from dflash_nb.data.source import DatasetError, common_schema, file_kind, find_source, read_batches
 from dflash_nb.home import asset
 
 NULL = np.iinfo(np.int64).min
@@ -136,18 +139,18 @@ def read_lengths(source: str | os.PathLike[str], column: str = "seq_len") -> np.
     elif column == "seq_len" and "input_ids" in schema.names:
         column = "input_ids"
         check_token_list(files[0], column, schema.field(column).type)
-        parts = [pc.list_value_length(batch.column(0)) for path in files for batch in read_batches(path, [column])]
+        parts = [part for path in files for part in _list_lengths(path, column)]
     else:
         raise LengthError(f"{files[0]} has no column {column!r}. It has: {', '.join(schema.names)}.")
     return check_lengths(np.concatenate([as_int64(part) for part in parts] or [np.zeros(0, np.int64)]), str(source), column)
 
 
-def read_histogram(source: str | os.PathLike[str]) -> LengthHistogram:
+def read_histogram(source: str | os.PathLike[str], column: str = "seq_len") -> LengthHistogram:
     """The length histogram of any source of ``read_lengths``; ``reference`` is read as the histogram it is shipped as."""
     if str(source) == "reference":
         table = pq.read_table(asset("reference_lengths.parquet"))
         return LengthHistogram.from_counts(table["seq_len"].to_numpy(), table["count"].to_numpy())
-    return LengthHistogram.from_lengths(read_lengths(source))
+    return LengthHistogram.from_lengths(read_lengths(source, column))
 
 
 def check_lengths(lengths: np.ndarray, source: str, column: str = "seq_len") -> np.ndarray:
@@ -165,6 +168,8 @@ def check_lengths(lengths: np.ndarray, source: str, column: str = "seq_len") -> 
         raise LengthError(
             f"{source}: {len(bad):,} of {len(lengths):,} rows have no usable length in {column!r}: {shown}{more}. Drop or correct them."
         )
+    if lengths.max() > np.iinfo(np.int64).max:
+        raise LengthError(f"{source}: a length of {lengths.max()} does not fit 64 bits.")
     return lengths.astype(np.int64, copy=False)
 
 
@@ -175,9 +180,29 @@ def check_token_list(path: os.PathLike[str], column: str, kind: pa.DataType) -> 
         raise DatasetError(f"{path}: column {column!r} has type {kind}; it must be a list of integers, one list of token ids a sample.")
 
 
+def _list_lengths(path: Path, column: str) -> Iterator[pa.Array]:
+    """Lengths of a list column: Arrow's offsets, or Parquet's repetition levels; only what those cannot tell is decoded."""
+    if file_kind(path) == "parquet" and (lengths := parquet_list_lengths(path, column)) is not None:
+        yield pa.array(lengths)
+    else:
+        yield from (pc.list_value_length(batch.column(0)) for batch in read_batches(path, [column]))
+
+
 def as_int64(column: pa.Array) -> np.ndarray:
     """Any integer column as int64; a null becomes ``NULL``, never a float."""
     try:
-        return pc.fill_null(column.cast(pa.int64()), int(NULL)).to_numpy(zero_copy_only=False)
+        column = column.cast(pa.int64())
     except pa.ArrowInvalid as error:
         raise LengthError(f"a length does not fit 64 bits: {error}") from error
+    if not column.null_count:
+        return integers(column)
+    nulls = column.is_null().cast(pa.uint8())
+    return np.where(integers(nulls), NULL, integers(column))
+
+
+def integers(column: pa.Array) -> np.ndarray:
+    """A view on an integer column's values; ``to_numpy`` would import pandas (0.2 s). What stands at a null is undefined."""
+    dtype = np.dtype(column.type.to_pandas_dtype())
+    if not len(column):
+        return np.zeros(0, dtype)
+    return np.frombuffer(column.buffers()[1], dtype, len(column), column.offset * dtype.itemsize)

@@ -20,6 +20,7 @@ from dflash_nb.home import cache_dir, user_path
 
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
 HELDOUT_SPLITS = ("heldout", "validation", "valid", "test")
+ARROW_FILE_MAGIC_BYTES = 8
 PREPARE = "python -m dflash_nb.data.prepare"
 
 
@@ -98,27 +99,36 @@ def file_kind(path: Path) -> str:
 def read_schema(path: Path) -> pa.Schema:
     """Column names and types of one file."""
     with _readable(path):
-        if file_kind(path) == "parquet":
+        kind = file_kind(path)
+        if kind == "parquet":
             return pq.read_schema(path)
         with pa.memory_map(str(path)) as mapped:
-            return _open_ipc(path, mapped, None).schema
+            return (pa.ipc.open_file(mapped) if kind == "arrow file" else pa.ipc.open_stream(mapped)).schema
 
 
 def read_batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Record batches of one file with these columns only; Arrow is memory-mapped, Parquet is decoded 4,096 rows at a time."""
     with _readable(path):
-        if file_kind(path) == "parquet":
-            with pq.ParquetFile(path) as parquet:
+        kind = file_kind(path)
+        if kind == "parquet":
+            with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as parquet:
                 yield from parquet.iter_batches(batch_size=4096, columns=list(columns))
             return
+        mapped = pa.memory_map(str(path))
         schema = read_schema(path)
         options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in columns])
-        reader = _open_ipc(path, pa.memory_map(str(path)), options)
-        if isinstance(reader, pa.ipc.RecordBatchFileReader):
-            for i in range(reader.num_record_batches):
-                yield reader.get_batch(i)
-        else:
-            yield from reader
+        if kind == "arrow stream":
+            yield from pa.ipc.open_stream(mapped, options=options)
+            return
+        # An Arrow file is a stream between a magic number and a footer. Its own reader copies when columns are chosen, a stream's does not.
+        expected = pa.ipc.open_file(mapped).num_record_batches
+        mapped.seek(ARROW_FILE_MAGIC_BYTES)
+        count = 0
+        for batch in pa.ipc.open_stream(mapped, options=options):
+            yield batch
+            count += 1
+        if count != expected:
+            raise DatasetError(f"{path} has {expected} record batches by its footer, but {count} were found. Write it again.")
 
 
 def common_schema(files: Sequence[Path], columns: Sequence[str]) -> pa.Schema:
@@ -141,12 +151,10 @@ def _readable(path: Path) -> Iterator[None]:
     """Turn Arrow's own errors about a damaged file into one that names it."""
     try:
         yield
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError) as error:
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise DatasetError(f"{path} is damaged or cut short: {str(error).splitlines()[0]}. Write or copy it again.") from error
-
-
-def _open_ipc(path: Path, mapped: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions | None):
-    return pa.ipc.open_file(mapped, options=options) if file_kind(path) == "arrow file" else pa.ipc.open_stream(mapped, options=options)
 
 
 def _only_train(path: Path, split: str, files: tuple[Path, ...]) -> tuple[Path, ...]:
