@@ -20,8 +20,8 @@ STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
 HARMLESS = frozenset(
     (
-        "resume", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every", "checkpoint_seconds",
-        "keep_checkpoints", "time_limit_s", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
+        "resume", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every", "checkpoint_minutes",
+        "keep_checkpoints", "time_limit", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
 
@@ -75,8 +75,8 @@ class TrainConfig(NotebookConfig):
 
     draft_layers: int = option(2, "layers of the drafter", at_least=1)
     block_size: int = option(8, "tokens of a block, the known anchor included", at_least=2)
-    target_layer_ids: str = option("auto", "target layers to read, auto or numbers from 0 such as 1,5,9", listed=True, names=("auto",))
-    mask_token_id: str = option("auto", "token that stands for a slot to fill, auto or its number in the vocabulary")
+    target_layers: str = option("auto", "target layers to read, auto or numbers from 0 such as 1,5,9", listed=True, names=("auto",))
+    mask_token: str = option("auto", "token that stands for a slot to fill, auto or its number in the vocabulary")
     sliding_window: int = option(0, "context tokens that a drafter layer sees, 0 for all", at_least=0)
 
     objective: str = option("ce", "cross-entropy, D-PACE weights, or KL to the target's distribution", choices=("ce", "dpace", "kl"))
@@ -114,9 +114,9 @@ class TrainConfig(NotebookConfig):
     runs_dir: str = option("", "folder that holds the run folders, empty for the project's runs", path="always")
     resume: str = option("", "run folder to continue, its configuration is taken over", path="always")
     checkpoint_every: int = option(200, "optimiser steps between checkpoints, 0 for the end only", at_least=0)
-    checkpoint_seconds: float = option(600.0, "seconds after which a checkpoint is written anyway, 0 for never", at_least=0)
+    checkpoint_minutes: float = option(10.0, "minutes after which a checkpoint is written anyway, 0 for never", at_least=0)
     keep_checkpoints: int = option(2, "newest checkpoints that stay", at_least=1)
-    time_limit_s: float = option(0.0, "seconds after which the run stops cleanly and can be resumed, 0 for none", at_least=0)
+    time_limit: float = option(0.0, "minutes after which the run stops cleanly and can be resumed, 0 for none", at_least=0)
     log_every: float = option(5.0, "seconds between printed lines", above=0)
     tracker: str = option("none", "also report to this tracker", choices=("none", "wandb", "trackio", "tensorboard"))
 
@@ -126,22 +126,22 @@ class TrainConfig(NotebookConfig):
             yield f"topology: {self.topology!r} was given, needed: target workers and drafters such as 1-1 or 7-1"
         if self.max_length > self.token_budget:
             yield f"max_length {self.max_length} is more than token_budget {self.token_budget}: a batch could not hold one sample"
-        if self.target_layer_ids != "auto" and not all(part.strip().isdecimal() for part in self.target_layer_ids.split(",")):
-            yield f"target_layer_ids: {self.target_layer_ids!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
-        if self.mask_token_id != "auto" and not self.mask_token_id.isdecimal():
-            yield f"mask_token_id: {self.mask_token_id!r} was given, needed: auto, or the number of a token"
+        if self.target_layers != "auto" and not all(part.strip().isdecimal() for part in self.target_layers.split(",")):
+            yield f"target_layers: {self.target_layers!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
+        if self.mask_token != "auto" and not self.mask_token.isdecimal():
+            yield f"mask_token: {self.mask_token!r} was given, needed: auto, or the number of a token"
         if Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
             yield f"run_name: {self.run_name!r} was given, needed: a folder name without a path (runs_dir says where it goes)"
 
     @property
     def layer_ids(self) -> tuple[int, ...] | None:
         """The chosen target layers, None for auto."""
-        return None if self.target_layer_ids == "auto" else tuple(int(part) for part in self.target_layer_ids.split(","))
+        return None if self.target_layers == "auto" else tuple(int(part) for part in self.target_layers.split(","))
 
     @property
-    def mask_id(self) -> int | None:
+    def mask_token_id(self) -> int | None:
         """The chosen mask token, None for auto."""
-        return None if self.mask_token_id == "auto" else int(self.mask_token_id)
+        return None if self.mask_token == "auto" else int(self.mask_token)
 
     @property
     def workers(self) -> tuple[int, int]:
