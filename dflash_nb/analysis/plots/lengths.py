@@ -5,6 +5,7 @@ costs what its number of distinct lengths costs.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def summary(lengths: LengthHistogram) -> list[dict]:
             "samples %": 100 * lengths.share(low, high),
             "tokens %": 100 * lengths.tokens_between(low, high) / lengths.n_tokens,
         }
-        for low, high in zip(edges[:-1], edges[1:], strict=True)
+        for low, high in pairwise(edges)
     ]
 
 

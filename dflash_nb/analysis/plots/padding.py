@@ -1,0 +1,189 @@
+"""Notebook 02: what does each strategy cost, and how well does it mix?
+
+Takes the rows of :func:`dflash_nb.planner.simulate.simulate` and plans themselves. Efficiency never stands without fill, speed never
+without saying whether its cost model was measured or assumed, and every mean carries its spread over seeds.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dflash_nb.planner.batches import BatchPlan
+from dflash_nb.planner.diversity import lag1, longest_run
+
+from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
+
+MEANS = ("efficiency", "fill", "batches", "repeated_mates", "w1", "lag1", "longest_run", "spread", "seconds", "tokens_per_second")
+
+
+def by_strategy(rows: Sequence[dict]) -> list[dict]:
+    """Mean of every number of a strategy over seeds and epochs, and its standard deviation as ``<name>_sd``; one row a strategy."""
+    table = []
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        own = [row for row in rows if row["strategy"] == strategy]
+        line = {"strategy": strategy, "n": len(own), "cost": own[0]["cost"], "real_tokens": own[0]["real_tokens"]}
+        for name in MEANS:
+            values = np.array([row[name] for row in own], dtype=float)
+            line |= {name: float(values.mean()), f"{name}_sd": float(values.std(ddof=1)) if len(values) > 1 else 0.0}
+        line["mixing"] = mixing_score(line["repeated_mates"], line["w1"])
+        table.append(line)
+    return table
+
+
+def mixing_score(repeated_mates: float, w1: float) -> float:
+    """0 for fixed groups, near 1 for a full shuffle: (share of mates not met again) x (1 - W1 of an accumulation window)."""
+    return (1 - repeated_mates) * max(0.0, 1 - w1)
+
+
+def strategies(rows: Sequence[dict], name: str = "") -> Plot:
+    """Real tokens and padding of all computed tokens, a bar a strategy, with the modelled time of an epoch and the speed-up over random."""
+    table = sorted(by_strategy(rows), key=lambda line: line["seconds"])
+    figure, axes = new_figure(height=1.5 + 0.42 * len(table))
+    axis = axes[0, 0]
+    axis.grid(False)
+    slowest = next((line for line in table if line["strategy"] == "random"), table[-1])
+    for y, line in enumerate(table):
+        real = 100 * line["efficiency"]
+        axis.barh(y, real, color=ACCENT, height=0.62)
+        axis.barh(y, 100 - real, left=real, color="white", edgecolor=WARN, hatch="////", height=0.62, linewidth=0.6)
+        axis.errorbar(real, y, xerr=100 * line["efficiency_sd"], color=INK, capsize=3, linewidth=1)
+        text = f"{percent(1 - line['efficiency'])} padding, fill {percent(line['fill'])}\n{_duration(line['seconds'])} an epoch"
+        speed = slowest["seconds"] / line["seconds"]
+        text += "" if line is slowest else f", {speed:.2f} x {slowest['strategy']}"
+        axis.text(102, y, text, va="center", fontsize=7.5)
+    axis.set_yticks(range(len(table)), [line["strategy"] for line in table])
+    axis.invert_yaxis()
+    axis.set(xlabel="share of computed tokens (%)", xlim=(0, 150))
+    axis.set_xticks(range(0, 101, 20))
+    best = next((line for line in table if line["strategy"] != "packed"), table[0])
+    finding = (
+        f"{best['strategy']} is the fastest padded strategy: {slowest['seconds'] / best['seconds']:.2f} x {slowest['strategy']} by a cost "
+        f"model that is {best['cost']}, with {percent(1 - best['efficiency'])} padding"
+    )
+    return finish(figure, finding, f"{name + ': ' if name else ''}bars: spread over {table[0]['n']} seeds; hatched: padding")
+
+
+def front(rows: Sequence[dict], name: str = "") -> Plot:
+    """Padding against mixing, a point a strategy with its spread; strategies that another padded one beats in both are hollow.
+
+    ``packed`` is drawn as the reference that only some targets can reach: it beats nobody.
+    """
+    table = by_strategy(rows)
+    x = np.array([100 * (1 - line["efficiency"]) for line in table])
+    y = np.array([line["mixing"] for line in table])
+    padded = np.array([line["strategy"] != "packed" for line in table])
+    better = [padded & (x <= x[i]) & (y >= y[i]) & ((x < x[i]) | (y > y[i])) for i in range(len(table))]
+    dominated = [bool(beaten.any()) for beaten in better]
+    figure, axes = new_figure()
+    axis = axes[0, 0]
+    for i, line in enumerate(table):
+        color = OKABE_ITO[(i + 1) % 8]
+        scores = [mixing_score(row["repeated_mates"], row["w1"]) for row in rows if row["strategy"] == line["strategy"]]
+        axis.errorbar(
+            x[i], y[i], xerr=100 * line["efficiency_sd"], yerr=np.std(scores), marker="o" if padded[i] else "*", markersize=9, color=color, capsize=2,
+            fillstyle="none" if dominated[i] else "full", markeredgewidth=1.6,
+        )  # fmt: skip
+        close = sum(1 for j in range(i) if abs(x[j] - x[i]) < 6 and abs(y[j] - y[i]) < 0.07)
+        label = line["strategy"] if padded[i] else "packed (targets that can)"
+        axis.annotate(label, (x[i], y[i]), (9, 6 - 13 * close), textcoords="offset points", fontsize=9)
+    axis.annotate(
+        "good corner", (0.01, 0.985), xycoords="axes fraction", color=FAINT, fontsize=8, va="top",
+        bbox={"boxstyle": "round", "facecolor": "none", "edgecolor": FAINT},
+    )  # fmt: skip
+    axis.set(xlabel="padding (% of padded tokens)", ylabel="mixing (0 fixed groups, 1 full shuffle)", ylim=(-0.05, 1.15))
+    axis.set_xlim(-2, max(10, x.max() * 1.25))
+    kept = [line["strategy"] for i, line in enumerate(table) if padded[i] and not dominated[i]]
+    beaten = [line["strategy"] for i, line in enumerate(table) if padded[i] and dominated[i]]
+    finding = f"{len(kept)} of {padded.sum()} padded strategies are on the front: {', '.join(kept)}"
+    finding += f"; another beats {', '.join(beaten)} in both padding and mixing" if beaten else ""
+    return finish(
+        figure, finding, f"{name + ': ' if name else ''}mixing: (1 - mates met again) x (1 - W1 of a step); hollow: beaten in both"
+    )
+
+
+def order(plans: Mapping[str, BatchPlan], steps: int = 300) -> Plot:
+    """Padded length of the first ``steps`` batches of each strategy on one scale, with lag-1 correlation and longest run of one bucket."""
+    figure, axes = new_figure(len(plans), 1, height=1.0 + 1.15 * len(plans), sharex=True, sharey=True)
+    shortest = min(plan.padded_lengths.min() for plan in plans.values())
+    longest = max(plan.padded_lengths.max() for plan in plans.values())
+    correlations = {}
+    for axis, (strategy, plan) in zip(axes[:, 0], plans.items(), strict=True):
+        lengths = plan.padded_lengths[:steps]
+        axis.plot(np.arange(1, len(lengths) + 1), lengths, color=ACCENT, linewidth=0.7, marker=".", markersize=2)
+        correlations[strategy] = lag1(plan)
+        text = f"{strategy}: lag-1 {float(correlations[strategy]):+.2f}, longest run of one bucket {float(longest_run(plan)):.0f}"
+        axis.text(0.005, 1.02, text, transform=axis.transAxes, fontsize=8, va="bottom")
+        length_axis(axis, shortest, max(longest, shortest + 1) * 1.1, which="y")
+        axis.tick_params(labelsize=6)
+    axes[-1, 0].set_xlabel("batch")
+    figure.supylabel("padded length (tokens)", fontsize=9)
+    strongest = max(correlations, key=lambda key: abs(correlations[key]))
+    value = correlations[strongest]
+    finding = (
+        f"Neighbouring batches are most alike or unlike under {strongest}: lag-1 {float(value):+.2f}, chance gives ± {value.noise:.2f}"
+    )
+    return finish(figure, finding, f"first {steps} batches of epoch 0; packed rows all have the budget's length")
+
+
+def spread(plans: Mapping[str, BatchPlan], worst: Sequence[dict], name: str = "") -> Plot:
+    """Padding of each batch (box: quartiles, whiskers 5-95 %, dot: worst) and its computed tokens against the budget.
+
+    ``worst``: rows of ``worst_batches`` of the plan that is to run; the first by memory is named.
+    """
+    figure, axes = new_figure(1, 2, width=7.6)
+    left, right = axes[0]
+    waste = [100 * (1 - plan.real_tokens / plan.padded_tokens) for plan in plans.values()]
+    use = [100 * plan.padded_tokens / plan.options.token_budget for plan in plans.values()]
+    for axis, values in ((left, waste), (right, use)):
+        axis.boxplot(
+            values, whis=(5, 95), widths=0.6, showfliers=False, medianprops={"color": WARN, "linewidth": 1.6},
+            boxprops={"color": INK}, whiskerprops={"color": FAINT}, capprops={"color": FAINT},
+        )  # fmt: skip
+        axis.plot(np.arange(1, len(values) + 1), [v.max() for v in values], ".", color=INK, markersize=5)
+        axis.set_xticks(range(1, len(values) + 1), list(plans), rotation=30, fontsize=8)
+    left.set(ylabel="padding of a batch (%)", ylim=(-1, 100))
+    right.axhline(100, color=WARN, linewidth=1.2, linestyle="--")
+    right.set(ylabel="computed tokens (% of the budget)", ylim=(0, 108))
+    case = next(row for row in worst if row["by"] == "memory")
+    ids = ", ".join(str(i) for i in case["sample_ids"][:4]) + (", ..." if len(case["sample_ids"]) > 4 else "")
+    finding = (
+        f"No batch exceeds its budget: the fullest uses {max(v.max() for v in use):.1f} %. Most memory: batch {case['index']}, "
+        f"{case['rows']} rows of {case['padded_length']:,} tokens (samples {ids})"
+    )
+    if max(v.max() for v in use) > 100:
+        finding = f"A batch exceeds its budget: the fullest uses {max(v.max() for v in use):.1f} %"
+    return finish(figure, finding, f"{name + ': ' if name else ''}box: quartiles, whiskers 5-95 %, dot: the extreme")
+
+
+def mates(rows: Sequence[dict], name: str = "") -> Plot:
+    """What planning by length costs, a bar a strategy: mates that meet again, and the distance of a step's mix from the data's."""
+    table = by_strategy(rows)
+    figure, axes = new_figure(1, 2, width=7.6)
+    colors = bucket_colors(len(table))
+    for axis, key, scale, label in (
+        (axes[0, 0], "repeated_mates", 100, "mates met again next epoch (%)"),
+        (axes[0, 1], "w1", 1, "W1 of a step's mix / mean length"),
+    ):
+        values = np.array([scale * line[key] for line in table])
+        axis.bar(range(len(table)), values, yerr=[scale * line[f"{key}_sd"] for line in table], color=colors, capsize=3)
+        axis.set_xticks(range(len(table)), [line["strategy"] for line in table], rotation=30, fontsize=8)
+        axis.set_ylabel(label)
+        if key == "repeated_mates":
+            axis.set_yscale("symlog", linthresh=0.01)
+            axis.set_ylim(0, 150)
+            axis.set_yticks([0, 0.01, 0.1, 1, 10, 100], ["0", "0.01", "0.1", "1", "10", "100"])
+        for x, value in enumerate(values):
+            axis.text(x, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
+    fixed = [line["strategy"] for line in table if line["repeated_mates"] > 0.5]
+    best = min(table, key=lambda line: line["w1"])
+    finding = f"A step's mix is closest to the data's under {best['strategy']} (W1 {best['w1']:.3f} of the mean length)"
+    finding += f"; {', '.join(fixed)} puts the same samples together every epoch" if fixed else "; no strategy repeats its batches"
+    return finish(figure, finding, f"{name + ': ' if name else ''}{table[0]['n']} seeds; {count(table[0]['real_tokens'])} tokens an epoch")
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as people read them: 45 s, 12.3 min, 19.8 h, 4.0 d."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
