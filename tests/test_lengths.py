@@ -117,7 +117,7 @@ def test_wrong_column_types_are_named(tmp_path, column, kind):
 @pytest.mark.parametrize("column", [pa.array([[[1]]]), pa.array([[0.5]]), pa.array(["text"]), pa.array([["a"]])])
 def test_input_ids_must_be_lists_of_integers(tmp_path, column):
     path = write(tmp_path / "typed.arrow", pa.table({"input_ids": column}))
-    with pytest.raises(DatasetError, match="'input_ids' has type .*; it must be a list of integers"):
+    with pytest.raises(DatasetError, match=r"'input_ids' has type .*; it must be a list of integers"):
         read_lengths(path)
 
 
@@ -131,7 +131,7 @@ def test_an_empty_dataset(tmp_path, kind):
 def test_another_column_can_be_named_and_a_missing_one_lists_the_others(tmp_path):
     path = write(tmp_path / "named.arrow", pa.table({"n_tokens": [4, 5], "id": [1, 2]}))
     assert read_lengths(path, column="n_tokens").tolist() == [4, 5]
-    with pytest.raises(LengthError, match="no column 'seq_len'. It has: n_tokens, id"):
+    with pytest.raises(LengthError, match=r"no column 'seq_len'\. It has: n_tokens, id"):
         read_lengths(path)
     with pytest.raises(LengthError, match="no column 'tokens'"):
         read_lengths(path, column="tokens")

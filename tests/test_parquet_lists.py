@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from dflash_nb.data.lengths import read_lengths
 from dflash_nb.data.parquet_lists import parquet_list_lengths
 
+INT32 = pa.int32()
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("parquet")
 
 
-def lists(lengths, value_type=pa.int32(), vocabulary=500, seed=0, make=pa.list_):
+def lists(lengths, value_type=INT32, vocabulary=500, seed=0, make=pa.list_):
     values = np.random.default_rng(seed).integers(0, vocabulary, sum(lengths))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64 if make is pa.large_list else np.int32)
     array = pa.LargeListArray if make is pa.large_list else pa.ListArray

@@ -94,7 +94,7 @@ def test_prepared_dataset(tmp_path):
     (tmp_path / "dataset.json").write_text(json.dumps({"format": 1, "tokenizer": {"name": "t"}}))
     found = find_source(tmp_path)
     assert (found.has_heldout, found.description["tokenizer"]["name"]) == (False, "t")
-    with pytest.raises(DatasetError, match="no heldout split. Prepare it again with --heldout"):
+    with pytest.raises(DatasetError, match=r"no heldout split\. Prepare it again with --heldout"):
         find_source(tmp_path, "heldout")
     (tmp_path / "dataset.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(DatasetError, match="format 2; this version reads format 1"):
@@ -118,7 +118,7 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(DatasetError, match=r"empty.arrow is empty \(0 bytes\)"):
         file_kind(tmp_path / "empty.arrow")
     (tmp_path / "chats.jsonl").write_text('{"messages": []}')
-    with pytest.raises(DatasetError, match="chats.jsonl holds text, not tokens. Tokenise it first"):
+    with pytest.raises(DatasetError, match=r"chats\.jsonl holds text, not tokens\. Tokenise it first"):
         file_kind(tmp_path / "chats.jsonl")
     (tmp_path / "noise.arrow").write_bytes(b"12345678" * 10)
     with pytest.raises(DatasetError, match="neither Arrow nor Parquet"):
