@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 
 from dflash_nb.planner.buckets import bucket_of
-from dflash_nb.planner.documents import pack_documents
+from dflash_nb.planner.compose import CHUNK, Composition, compose
 from dflash_nb.planner.options import PlanError, PlanOptions
 from dflash_nb.planner.order import batch_order
-from dflash_nb.planner.packing import pack_padded
 from dflash_nb.planner.ranks import RankBatches, share_batches
-from dflash_nb.planner.samples import Samples, select_samples
+from dflash_nb.planner.samples import select_samples
 
 MIXED = -1
-CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -128,10 +126,18 @@ def plan_epoch(
     longest = int(samples.lengths.max())
     if chosen.boundaries is not None and longest >= chosen.boundaries[-1]:
         raise PlanError(f"the longest sample has {longest} tokens; the last boundary must be above it, not {chosen.boundaries[-1]}")
-    composition, ordering = _generators(seed, epoch)
-    visit, offsets = _compose(samples, chosen, composition)
-    ordered = _order_batches(samples, visit, offsets, chosen, ordering)
-    return _describe(samples, *ordered, chosen, seed, epoch)
+    composing, ordering = _generators(seed, epoch)
+    composed = compose(samples, chosen, composing)
+    starts, rows = composed.offsets[:-1], np.diff(composed.offsets)
+    real = np.add.reduceat(composed.lengths, starts, dtype=np.int64)
+    longest = np.maximum.reduceat(composed.lengths, starts)
+    padded = chosen.padded(real if chosen.strategy == "packed" else longest.astype(np.int64))
+    buckets = _buckets(composed, longest, chosen.boundaries)
+    running = batch_order(real / rows, chosen.order, chosen.window, ordering)
+    ids, offsets = _in_running_order(composed, rows, running, samples.ids)
+    return BatchPlan(
+        ids, offsets, padded[running], buckets[running], real[running], seed, epoch, chosen, samples.excluded, samples.truncated
+    )
 
 
 def total_batches(lengths: np.ndarray, epochs: Iterable[int] | int, **options: Any) -> list[int]:
@@ -146,98 +152,28 @@ def _generators(seed: int, epoch: int) -> tuple[np.random.Generator, np.random.G
     return tuple(np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, epoch, use]))) for use in (0, 1))
 
 
-def _compose(samples: Samples, options: PlanOptions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Put samples together: positions int32[n] in visiting order, and the offsets of the batches in it."""
-    padded = samples.padded
-    if options.strategy == "bucketed":
-        return _bucketed(samples, options, rng)
-    if options.strategy == "sorted":
-        visit = _by_length(padded, np.arange(len(padded), dtype=np.int32))
-    else:
-        visit = rng.permutation(len(padded)).astype(np.int32)
-    if options.strategy == "packed":
-        row_tokens = options.token_budget // options.pad_multiple * options.pad_multiple
-        return pack_documents(samples.lengths, visit, row_tokens, options.most_rows, options.pool_size)
-    if options.strategy == "pooled":
-        _sort_pools(padded, visit, options.pool_size)
-    return visit, pack_padded(padded[visit], options.token_budget, options.most_rows)
+def _buckets(composed: Composition, longest: np.ndarray, boundaries: tuple[int, ...] | None) -> np.ndarray:
+    """The bucket of each batch, int32[batches]; -1 where its shortest and longest sample lie in different ones."""
+    if boundaries is None:
+        return np.full(len(longest), MIXED, dtype=np.int32)
+    lowest = bucket_of(np.minimum.reduceat(composed.lengths, composed.offsets[:-1]), boundaries)
+    return np.where(lowest == bucket_of(longest, boundaries), lowest, np.int32(MIXED))
 
 
-def _by_length(padded: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Positions sorted by padded length along the last axis, ties by position: the same on every machine."""
-    keys = padded[positions].astype(np.int64) << 32
-    keys |= positions
-    keys.sort(axis=-1)
-    return keys.astype(np.int32)
-
-
-def _sort_pools(padded: np.ndarray, visit: np.ndarray, pool_size: int) -> None:
-    """Sort inside pools, up and down by turns, so that a batch across the border of two pools has equal lengths too. In place."""
-    step = -(-CHUNK // (2 * pool_size)) * 2 * pool_size
-    for low in range(0, len(visit), step):
-        part = visit[low : low + step]
-        whole = part[: len(part) // pool_size * pool_size].reshape(-1, pool_size)
-        rest = part[whole.size :]
-        whole[:], rest[:] = _by_length(padded, whole), _by_length(padded, rest)
-        whole[1::2] = whole[1::2, ::-1]
-        if len(whole) % 2:
-            rest[:] = rest[::-1]
-
-
-def _bucketed(samples: Samples, options: PlanOptions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle inside each bucket, pack each bucket, then pack the last batches of all buckets again if that saves any."""
-    longest = int(samples.lengths.max())
-    bucket_of_length = bucket_of(np.arange(longest + 1), options.boundaries)
-    buckets = bucket_of_length.astype(np.min_scalar_type(len(options.boundaries)))[samples.lengths]
-    visit = np.argsort(buckets, kind="stable")
-    ends = np.cumsum(np.bincount(buckets, minlength=len(options.boundaries) - 1))
-    for start, end in zip(np.concatenate([[0], ends[:-1]]), ends, strict=True):
-        rng.shuffle(visit[start:end])
-    visit = visit.astype(np.int32)
-    ends = np.unique(ends[ends > 0])
-    offsets = pack_padded(samples.padded[visit], options.token_budget, options.most_rows, ends)
-    last = np.searchsorted(offsets, ends) - 1
-    tails = np.zeros(len(visit), dtype=bool)
-    for start, end in zip(offsets[last], ends, strict=True):
-        tails[start:end] = True
-    tail_visit = _by_length(samples.padded, visit[tails])
-    tail_offsets = pack_padded(samples.padded[tail_visit], options.token_budget, options.most_rows)
-    if len(tail_offsets) - 1 >= len(ends):
-        return visit, offsets
-    sizes = np.concatenate([np.delete(np.diff(offsets), last), np.diff(tail_offsets)])
-    return np.concatenate([visit[~tails], tail_visit]), np.concatenate([[0], np.cumsum(sizes)])
-
-
-def _order_batches(
-    samples: Samples, visit: np.ndarray, offsets: np.ndarray, options: PlanOptions, rng: np.random.Generator
+def _in_running_order(
+    composed: Composition, rows: np.ndarray, running: np.ndarray, ids: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The visiting order and offsets with whole batches moved to their place in the epoch."""
-    rows = np.diff(offsets)
-    mean_lengths = np.add.reduceat(samples.lengths[visit], offsets[:-1], dtype=np.int64) / rows
-    running = batch_order(mean_lengths, options.order, options.window, rng)
+    """Sample ids int64[n] and offsets with whole batches moved to their place in the epoch."""
     rows = rows[running]
-    moved = np.concatenate([[0], np.cumsum(rows)])
-    shift = offsets[running] - moved[:-1]
-    placed = np.empty_like(visit)
-    step = -(-CHUNK * len(rows) // len(visit))
+    offsets = np.concatenate([[0], np.cumsum(rows)])
+    shift = composed.offsets[running] - offsets[:-1]
+    moved = np.empty(len(composed.positions), dtype=np.int64)
+    step = -(-CHUNK * len(rows) // len(moved))
     for low in range(0, len(rows), step):
         part = slice(low, low + step)
-        begin, end = moved[low], moved[min(low + step, len(rows))]
-        placed[begin:end] = visit[np.arange(begin, end) + np.repeat(shift[part], rows[part])]
-    return placed, moved
-
-
-def _describe(samples: Samples, visit: np.ndarray, offsets: np.ndarray, options: PlanOptions, seed: int, epoch: int) -> BatchPlan:
-    starts = offsets[:-1]
-    lengths = samples.lengths[visit]
-    real = np.add.reduceat(lengths, starts, dtype=np.int64)
-    longest = np.maximum.reduceat(lengths, starts)
-    padded = (real if options.strategy == "packed" else longest).astype(np.int64)
-    padded = -(-padded // options.pad_multiple) * options.pad_multiple
-    if options.boundaries is None:
-        buckets = np.full(len(starts), MIXED, dtype=np.int32)
-    else:
-        low = bucket_of(np.minimum.reduceat(lengths, starts), options.boundaries)
-        buckets = np.where(low == bucket_of(longest, options.boundaries), low, np.int32(MIXED))
-    ids = visit.astype(np.int64) if samples.ids is None else samples.ids[visit]
-    return BatchPlan(ids, offsets, padded, buckets, real, seed, epoch, options, samples.excluded, samples.truncated)
+        begin, end = offsets[low], offsets[min(low + step, len(rows))]
+        source = np.arange(begin, end)
+        source += np.repeat(shift[part], rows[part])
+        positions = composed.positions[source]
+        moved[begin:end] = positions if ids is None else ids[positions]
+    return moved, offsets

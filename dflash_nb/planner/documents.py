@@ -27,9 +27,10 @@ def pack_documents(
     while len(visit):
         pools = max(1, len(visit) // pool_size)
         depth = -(-len(visit) // pools)
+        step = depth * max(POOLS_AT_ONCE, pools // 32)
         leftovers = []
-        for low in range(0, len(visit), POOLS_AT_ONCE * depth):
-            part = visit[low : low + POOLS_AT_ONCE * depth]
+        for low in range(0, len(visit), step):
+            part = visit[low : low + step]
             placed, rows, left = _fill_pools(lengths[part], depth, row_tokens, most_documents)
             documents[filled : filled + len(placed)] = part[placed]
             filled += len(placed)

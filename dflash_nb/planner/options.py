@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 STRATEGIES = ("sorted", "random", "bucketed", "pooled", "packed")
 ORDERS = ("balanced", "uniform")
 TOO_LONG = ("error", "drop", "truncate")
@@ -90,6 +92,10 @@ class PlanOptions:
         """Tokens of the longest sample that runs: its padded length is within the budget, and it is within ``max_length``."""
         by_budget = self.token_budget // self.pad_multiple * self.pad_multiple
         return by_budget if self.max_length is None else min(self.max_length, by_budget)
+
+    def padded(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens rounded up to ``pad_multiple``."""
+        return tokens if self.pad_multiple == 1 else -(-tokens // self.pad_multiple) * self.pad_multiple
 
     @property
     def most_rows(self) -> int:

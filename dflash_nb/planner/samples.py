@@ -11,12 +11,11 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Samples:
-    """ids int[n] of the samples that take part (None: all of them), their lengths int[n] as they run and padded to the multiple;
-    the ids left out, by reason; the ids that run cut to ``max_length``."""
+    """ids int64[n] of the samples that take part (None: all of them) and their lengths int32[n] as they run; the ids left out, by
+    reason; the ids that run cut to the longest allowed length."""
 
     ids: np.ndarray | None
     lengths: np.ndarray
-    padded: np.ndarray
     excluded: dict[str, np.ndarray]
     truncated: np.ndarray
 
@@ -55,8 +54,7 @@ def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options
     truncated = too_long[keep[too_long]]
     run = (lengths if ids is None else lengths[ids]).astype(np.int32)
     run[truncated if ids is None else np.searchsorted(ids, truncated)] = longest
-    padded = run if options.pad_multiple == 1 else -(-run // options.pad_multiple) * options.pad_multiple
-    return Samples(ids, run, padded, excluded, truncated)
+    return Samples(ids, run, excluded, truncated)
 
 
 def _whole_numbers(name: str, values: np.ndarray) -> np.ndarray:
