@@ -80,7 +80,8 @@ def front(rows: Sequence[dict], name: str = "") -> Plot:
         color = OKABE_ITO[(i + 1) % 8]
         scores = [mixing_score(row["repeated_mates"], row["w1"]) for row in rows if row["strategy"] == line["strategy"]]
         axis.errorbar(
-            x[i], y[i], xerr=100 * line["efficiency_sd"], yerr=np.std(scores), marker="o" if padded[i] else "*", markersize=9, color=color, capsize=2,
+            x[i], y[i], xerr=100 * line["efficiency_sd"], yerr=np.std(scores), marker="o" if padded[i] else "*", markersize=9, color=color,
+            capsize=2,
             fillstyle="none" if dominated[i] else "full", markeredgewidth=1.6,
         )  # fmt: skip
         close = sum(1 for j in range(i) if abs(x[j] - x[i]) < 6 and abs(y[j] - y[i]) < 0.07)

@@ -1,0 +1,112 @@
+"""Plots of notebooks 00-02: every finding is computed, short and odd data still draw, nothing is shown twice."""
+
+import numpy as np
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from matplotlib import pyplot
+
+from dflash_nb.analysis.plots import buckets, lengths, padding, style
+from dflash_nb.data.lengths import LengthHistogram, read_histogram
+from dflash_nb.data.supervision import Supervision
+from dflash_nb.planner.batches import plan_epoch
+from dflash_nb.planner.buckets import evaluate_buckets, optimize_buckets
+from dflash_nb.planner.simulate import random_batch_waste, simulate, worst_batches
+
+ODD = {
+    "one row": [5],
+    "three rows": [1, 2, 3],
+    "all equal": [700] * 40,
+    "two clusters": [64] * 30 + [4000] * 3,
+    "long tail": [*range(1, 200), 8000],
+}
+odd = pytest.mark.parametrize("sample", ODD.values(), ids=ODD)
+LIMITS = {"token_budget": 8192, "max_batch": 16}
+
+
+def check(plot: style.Plot) -> style.Plot:
+    assert plot.png[:4] == b"\x89PNG" and len(plot.finding) >= 40 and any(c.isdigit() for c in plot.finding)
+    assert "nan" not in plot.finding and "inf" not in plot.finding.replace("information", "")
+    assert pyplot.get_fignums() == []
+    return plot
+
+
+@odd
+def test_lengths_draw(sample):
+    histogram = LengthHistogram.from_lengths(np.array(sample))
+    check(lengths.histogram(histogram, limit=100))
+    check(lengths.cumulative(histogram))
+    check(lengths.random_waste(random_batch_waste(histogram), batch_size=16))
+    assert sum(row["samples"] for row in lengths.summary(histogram)) == len(sample)
+
+
+@odd
+def test_supervision_draws(sample):
+    n = len(sample)
+    check(lengths.supervised(Supervision(np.array(sample), np.arange(n) % 3, None)))
+    check(lengths.sources(Supervision(np.array(sample), np.arange(n) % 3, np.array([f"module {i % 3}" for i in range(n)]))))
+    check(lengths.sources(Supervision(np.array(sample), np.arange(n) % 3, None)))
+    check(lengths.supervised(None, "reference"))
+
+
+@odd
+def test_buckets_draw(sample):
+    histogram = LengthHistogram.from_lengths(np.array(sample))
+    plan = optimize_buckets(histogram, **LIMITS)
+    check(buckets.bands(histogram, plan))
+    check(buckets.price(plan))
+
+
+@odd
+def test_padding_draws(sample):
+    sample = np.array(sample)
+    cuts = optimize_buckets(LengthHistogram.from_lengths(sample), **LIMITS).boundaries
+    rows = simulate(sample, seeds=(0, 1), boundaries=cuts, window=2, **LIMITS)
+    plans = {name: plan_epoch(sample, name, cuts, **LIMITS) for name in ("bucketed", "sorted", "packed")}
+    for plot in (padding.strategies(rows), padding.front(rows), padding.mates(rows), padding.order(plans)):
+        check(plot)
+    check(padding.spread(plans, worst_batches(plans["bucketed"], sample)))
+
+
+def test_the_histogram_finding_is_the_data():
+    text = lengths.histogram(read_histogram("reference"), limit=4096).finding
+    assert "8,191" in text and "4,917" in text
+
+
+def test_bands_name_the_worst_bucket_of_the_reference_cuts():
+    histogram = read_histogram("reference")
+    plan = evaluate_buckets(histogram, (0, 770, 1216, 1728, 2432, 3296, 8192), model="reference")
+    assert "[0, 770)" in buckets.bands(histogram, plan).finding
+    check(buckets.reference_gap(plan, 0.868))
+
+
+def test_a_strategy_beaten_in_both_is_named_hollow():
+    row = {"seed": 0, "cost": "assumed", "real_tokens": 1, "fill": 1, "batches": 1, "lag1": 0, "longest_run": 1, "spread": 0}
+    row |= {"seconds": 1.0, "tokens_per_second": 1.0}
+    good, bad = {"efficiency": 0.99, "repeated_mates": 0.01, "w1": 0.1}, {"efficiency": 0.5, "repeated_mates": 0.5, "w1": 0.2}
+    rows = [{"strategy": "pooled"} | row | good, {"strategy": "random"} | row | bad]
+    assert "beats random" in padding.front(rows).finding
+    rows[1] |= {"repeated_mates": 0.0, "w1": 0.0}
+    assert "beats" not in padding.front(rows).finding
+
+
+def test_show_displays_once_with_alternative_text():
+    InteractiveShell.instance()
+    plot = lengths.cumulative(LengthHistogram.from_lengths(np.array([5, 6])))
+    with capture_output() as captured:
+        style.show(plot)
+    [output] = captured.outputs
+    assert output.metadata["image/png"]["alt"] == plot.finding
+    assert " ".join(captured.stdout.split()) == plot.finding
+
+
+def test_length_ticks_are_powers_of_two():
+    figure, axes = style.new_figure()
+    style.length_axis(axes[0, 0], 65, 8191)
+    ticks = axes[0, 0].get_xticks()
+    assert np.all(np.log2(ticks) % 1 == 0)
+
+
+def test_a_long_table_keeps_both_ends():
+    table = style.table([{"i": i} for i in range(100)])
+    assert len(table) == 12 and table["i"].iloc[0] == "0" and table["i"].iloc[-1] == "99"
