@@ -44,10 +44,10 @@ def test_captured_layer_i_is_hidden_state_i_plus_1(folders, family):
     features = target.features(batch)
     assert features.features_ND.shape == (sum(LENGTHS), 3 * HIDDEN)
     for k, i in enumerate(LAYER_IDS):
-        torch.testing.assert_close(features.features_ND[:, k * HIDDEN : (k + 1) * HIDDEN], states[i + 1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(features.features_ND[:, k * HIDDEN : (k + 1) * HIDDEN], states[i + 1], rtol=0, atol=1e-4)
     head = target.head()
-    torch.testing.assert_close(head.logits(features.last_hidden_NH), logits, rtol=0, atol=1e-5)
-    torch.testing.assert_close(head.embed(features.input_ids_N), states[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(head.logits(features.last_hidden_NH), logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(head.embed(features.input_ids_N), states[0], rtol=0, atol=1e-4)
     assert features.input_ids_N.tolist() == [t for row, n in zip(batch.input_ids_BT, LENGTHS, strict=True) for t in row[:n].tolist()]
     assert features.loss_mask_N.sum() == batch.loss_mask_BT.sum()
 
@@ -62,10 +62,10 @@ def test_the_last_layer_is_captured_before_the_final_norm(folders, family):
         target = FrozenTarget.load(folders[family], ids, with_last_hidden=with_last_hidden)
         features = target.features(batch)
         last_ND = features.features_ND[:, HIDDEN:]
-        torch.testing.assert_close(features.features_ND[:, :HIDDEN], states[3], rtol=0, atol=1e-5)
+        torch.testing.assert_close(features.features_ND[:, :HIDDEN], states[3], rtol=0, atol=1e-4)
         assert (last_ND - states[LAYERS]).abs().max() > 0.1, "transformers' last state is after the norm, ours before it"
         normed_ND = target.decoder.norm(last_ND)
-        torch.testing.assert_close(normed_ND, states[LAYERS], rtol=0, atol=1e-5)
+        torch.testing.assert_close(normed_ND, states[LAYERS], rtol=0, atol=1e-4)
         torch.testing.assert_close(target.head().logits(normed_ND), logits, rtol=0, atol=1e-4)
         assert (features.last_hidden_NH is not None) == with_last_hidden
 
@@ -93,7 +93,7 @@ def test_a_tokenizer_that_pads_left_changes_nothing(tmp_path):
     assert target.tokenizer.padding_side == "left"
     batch = make_batch(LENGTHS)
     states, _ = reference(folder, batch)
-    torch.testing.assert_close(target.features(batch).features_ND[:, :HIDDEN], states[2], rtol=0, atol=1e-5)
+    torch.testing.assert_close(target.features(batch).features_ND[:, :HIDDEN], states[2], rtol=0, atol=1e-4)
 
 
 def test_head_never_runs_over_the_sequence_nor_layers_behind_the_last_captured(folders):

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as transformers_logging
 
 from dflash_nb.data.dataset import Batch
+from dflash_nb.model.linear import Linear
 from dflash_nb.model.target_info import TargetError, TargetInfo, check_layer_ids, default_layer_ids, read_target_info
 
 __all__ = [
@@ -142,7 +143,7 @@ class FrozenTarget:
     """
 
     def __init__(self, model: nn.Module, info: TargetInfo, layer_ids: Sequence[int], with_last_hidden: bool = False) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model = _with_fast_products(model.eval().requires_grad_(False))
         self.info = info
         self.layer_ids = check_layer_ids(layer_ids, info.num_layers)
         self.with_last_hidden = with_last_hidden
@@ -290,6 +291,18 @@ def _first_layers(decoder: nn.Module, stack: tuple[str, nn.ModuleList], count: i
     short = copy.copy(decoder)
     short._modules = {**decoder._modules, name: nn.ModuleList(list(layers)[:count])}
     return short
+
+
+def _with_fast_products(model: nn.Module) -> nn.Module:
+    """The same model with every unbiased linear layer computed by ``linear``, on the same weights."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.bias is None:
+                with torch.device("meta"):
+                    fast = Linear(child.in_features, child.out_features)
+                fast.weight = child.weight
+                setattr(parent, name, fast)
+    return model
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
