@@ -20,7 +20,7 @@ STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
 HARMLESS = frozenset(
     (
-        "resume", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every", "checkpoint_minutes",
+        "resume", "watch", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every", "checkpoint_minutes",
         "keep_checkpoints", "time_limit", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
@@ -113,6 +113,7 @@ class TrainConfig(NotebookConfig):
     run_name: str = option("", "name of the run folder, empty for date, dataset and strategy")
     runs_dir: str = option("", "folder that holds the run folders, empty for the project's runs", path="always")
     resume: str = option("", "run folder to continue, its configuration is taken over", path="always")
+    watch: str = option("", "run folder to look at without training, also while it is going", path="always")
     checkpoint_every: int = option(200, "optimiser steps between checkpoints, 0 for the end only", at_least=0)
     checkpoint_minutes: float = option(10.0, "minutes after which a checkpoint is written anyway, 0 for never", at_least=0)
     keep_checkpoints: int = option(2, "newest checkpoints that stay", at_least=1)
@@ -130,6 +131,8 @@ class TrainConfig(NotebookConfig):
             yield f"target_layers: {self.target_layers!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
         if self.mask_token != "auto" and not self.mask_token.isdecimal():
             yield f"mask_token: {self.mask_token!r} was given, needed: auto, or the number of a token"
+        if self.watch and self.resume:
+            yield "watch and resume were both given: looking at a run and continuing it are two calls"
         if Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
             yield f"run_name: {self.run_name!r} was given, needed: a folder name without a path (runs_dir says where it goes)"
 
@@ -160,6 +163,8 @@ class TrainConfig(NotebookConfig):
         return Path(self.runs_dir) if self.runs_dir else home.runs_dir()
 
     def places(self) -> dict[str, Path]:
+        if self.watch:
+            return {"run folder": Path(self.watch)}
         run = Path(self.resume) if self.resume else self.runs_folder / (self.run_name or "<date>-<dataset>-<strategy>")
         return {"dataset": dataset_path(self.dataset), "run folder": run}
 

@@ -1,0 +1,174 @@
+"""Every notebook's parameters cell is its configuration; and what may change when a run is resumed."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import get_origin
+
+import nbformat
+import pytest
+from papermill.inspection import inspect_notebook
+
+from dflash_nb import home
+from dflash_nb.pipeline.config import (
+    HARMLESS,
+    BucketsConfig,
+    DiagnoseConfig,
+    LengthsConfig,
+    PaddingConfig,
+    TrainConfig,
+    saved_config,
+)
+from dflash_nb.pipeline.parameters import ParameterError
+from dflash_nb.pipeline.runlog import RunLog
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+CONFIGS = {
+    "00_length_distribution": LengthsConfig,
+    "01_bucket_optimization": BucketsConfig,
+    "02_padding_simulation": PaddingConfig,
+    "03_train": TrainConfig,
+    "04_loss_diagnosis": DiagnoseConfig,
+}
+PRESENT = [name for name in CONFIGS if (NOTEBOOKS / f"{name}.ipynb").is_file()]
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_parameters_cell_is_the_configuration(name):
+    """Names, order, kinds, defaults and help text agree (nteract/papermill 864 and 807: what inspection loses, users cannot see)."""
+    path = NOTEBOOKS / f"{name}.ipynb"
+    [cell] = [c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])]
+    written = {node.target.id: (node.annotation.id, ast.literal_eval(node.value)) for node in ast.parse(cell.source).body}
+    fields = dataclasses.fields(CONFIGS[name])
+    kinds = {each.name: "list" if get_origin(each.type) is tuple else each.type.__name__ for each in fields}
+    defaults = {each.name: list(each.default) if isinstance(each.default, tuple) else each.default for each in fields}
+    assert written == {each.name: (kinds[each.name], defaults[each.name]) for each in fields}
+    assert list(written) == [each.name for each in fields]
+    seen = inspect_notebook(str(path))
+    assert {key: entry["help"] for key, entry in seen.items()} == {each.name: each.metadata["help"] for each in fields}
+
+
+@pytest.mark.parametrize("cls", CONFIGS.values())
+def test_every_field_has_one_plain_sentence_of_help(cls):
+    for each in dataclasses.fields(cls):
+        text = each.metadata["help"]
+        assert re.fullmatch(r"[\w(][^=#\n]{8,110}", text) and not text.endswith("."), f"{each.name}: {text}"
+
+
+@pytest.mark.parametrize("cls", CONFIGS.values())
+def test_defaults_are_themselves_valid_and_survive_json(cls):
+    config = cls()
+    assert cls(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "say"),
+    [
+        ({"topology": "7"}, "7-1"),
+        ({"topology": "0-1"}, "7-1"),
+        ({"max_length": 9000, "token_budget": 8192}, "could not hold one sample"),
+        ({"target_layers": "1,two"}, "counted from 0"),
+        ({"target_layers": "-1"}, "counted from 0"),
+        ({"mask_token": "<mask>"}, "number of a token"),
+        ({"run_name": "a/b"}, "without a path"),
+        ({"run_name": ".."}, "without a path"),
+        ({"watch": "runs/a", "resume": "runs/a"}, "two calls"),
+        ({"block_size": 1}, "at least 2"),
+        ({"beta2": 1.0}, "below 1"),
+        ({"buckets": 512.5, "strategy": "bucket"}, "did you mean 'bucketed'"),
+    ],
+)
+def test_refused(given, say):
+    with pytest.raises(ParameterError, match=re.escape(say)):
+        TrainConfig(**given)
+
+
+def test_read_values():
+    config = TrainConfig(target_layers=[1, 9, 17], mask_token=7, topology="3-1")
+    assert (config.layer_ids, config.mask_token_id, config.workers) == ((1, 9, 17), 7, (3, 1))
+    assert TrainConfig().layer_ids is None and TrainConfig().mask_token_id is None
+    assert [TrainConfig(block_size=b).slot_gamma for b in (8, 16, 2)] == [4.0, 7.0, 1.75] and TrainConfig(gamma=3).slot_gamma == 3.0
+
+
+def test_same_configuration_from_anywhere(tmp_path, monkeypatch):
+    """jsboige/CoursIA 14356: a wrong working folder must not silently give another run."""
+    (tmp_path / "data").mkdir()
+    texts = []
+    for folder in (home.project_root(), home.project_root() / "tests", tmp_path):
+        monkeypatch.chdir(folder)
+        config = TrainConfig.from_notebook({"dataset": str(tmp_path / "data"), "seed": 3})
+        texts.append((config, config.runs_folder, config.describe()))
+    assert texts[0] == texts[1] == texts[2]
+    monkeypatch.chdir(tmp_path)
+    assert TrainConfig(dataset="data", runs_dir="out") == TrainConfig(dataset=str(tmp_path / "data"), runs_dir=str(tmp_path / "out"))
+
+
+def test_description_names_what_will_be_used(tmp_path):
+    text = TrainConfig(dataset=str(tmp_path), run_name="mine", runs_dir=str(tmp_path / "runs"), epochs=3).describe()
+    assert f"dataset    {tmp_path}" in text and f"run folder {tmp_path / 'runs' / 'mine'}" in text
+    assert re.search(r"^changed .*epochs 3", text, re.M) and re.search(r"^defaults .*seed 0", text, re.M | re.S)
+    assert "python 3." in text and re.search(r"^commit +([0-9a-f]{12}|not a git checkout)", text, re.M)
+    assert max(map(len, text.splitlines())) <= 121
+    assert "reference_lengths.parquet" in LengthsConfig(dataset="reference").describe()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        TrainConfig(dataset="./nowhere").describe()
+
+
+@pytest.fixture
+def started(tmp_path):
+    config = TrainConfig(dataset=str(tmp_path), epochs=3, learning_rate=2e-3, buckets="256,512", runs_dir=str(tmp_path), threads=1)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    RunLog.create(folder, config).close()
+    return folder, config
+
+
+def test_resume_takes_over_the_runs_own_configuration(started):
+    folder, config = started
+    resumed = TrainConfig.from_notebook({"resume": str(folder), "epochs": 1, "learning_rate": 1e-3})
+    assert resumed == dataclasses.replace(config, resume=str(folder))
+    assert resumed.resumed() == resumed and saved_config(folder) == config
+    assert str(folder) in resumed.describe()
+
+
+def test_resume_lets_harmless_knobs_change_and_names_the_others(started):
+    folder, _ = started
+    resumed = TrainConfig.from_notebook({"resume": str(folder), "threads": 2, "log_every": 1, "topology": "2-1", "time_limit": 5})
+    assert (resumed.threads, resumed.log_every, resumed.topology, resumed.epochs) == (2, 1.0, "2-1", 3)
+    with pytest.raises(ParameterError) as error:
+        TrainConfig.from_notebook({"resume": str(folder), "learning_rate": 5e-4, "buckets": [128], "threads": 2, "epochs": 3})
+    text = str(error.value)
+    assert "learning_rate 0.0005, not 0.002" in text and "buckets '128', not '256,512'" in text
+    assert "threads" not in text and "epochs" not in text
+
+
+def test_harmless_knobs_exist():
+    assert {each.name for each in dataclasses.fields(TrainConfig)} >= HARMLESS
+
+
+def test_resume_of_what_is_no_run(tmp_path):
+    with pytest.raises(ParameterError, match=r"no config\.json"):
+        TrainConfig.from_notebook({"resume": str(tmp_path)})
+    with pytest.raises(ParameterError, match=r"/false"):
+        TrainConfig.from_notebook({"resume": "false"})
+    (tmp_path / "config.json").write_text('{"epochs": 2, "weather": "fine"}')
+    with pytest.raises(ParameterError, match="weather"):
+        TrainConfig.from_notebook({"resume": str(tmp_path)})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ParameterError, match="not readable"):
+        TrainConfig.from_notebook({"resume": str(tmp_path)})
+
+
+def test_newest_run_is_diagnosed_unless_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path))
+    with pytest.raises(ParameterError, match="make run"):
+        DiagnoseConfig().describe()
+    for name, when in (("old", 1), ("new", 3), ("middle", 2)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        path = tmp_path / "runs" / name / "steps.jsonl"
+        path.touch()
+        os.utime(path, (when, when))
+    assert DiagnoseConfig().run.name == "new" and DiagnoseConfig(run_dir="x").run == Path("x").absolute()
