@@ -10,11 +10,13 @@ D head size, T context tokens of a group, Q = group's blocks * R * B queries.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
+
+from dflash_nb.model.flex import flex_block_attention, is_usable
 
 GROUP = 16
 
@@ -36,6 +38,7 @@ class BlockLayout:
     start_A: torch.Tensor
     position_A: torch.Tensor
     block_size: int
+    tile_masks: dict = field(default_factory=dict)  # of FlexAttention, a layer mask each
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -82,6 +85,8 @@ def block_attention(
     Keys and queries come rotated. Scores are float32 (float64 for float64 inputs).
     """
     blocks, slots, heads, head_dim = query_ABHD.shape
+    if blocks > GROUP and is_usable(query_ABHD.device):
+        return flex_block_attention(query_ABHD, context_key_NGD, context_value_NGD, block_key_ABGD, block_value_ABGD, layout, mask)
     kv_heads = block_key_ABGD.shape[2]
     dtype = torch.promote_types(query_ABHD.dtype, torch.float32)
     query_GAXD = query_ABHD.view(blocks, slots, kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, blocks, -1, head_dim)

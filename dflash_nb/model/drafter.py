@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dflash_nb.model.anchors import Anchors
 from dflash_nb.model.attention import BlockLayout, LayerMask, block_attention
+from dflash_nb.model.layers import GatedMlp, RMSNorm
 from dflash_nb.model.linear import Linear
 from dflash_nb.model.target_info import TargetInfo, check_layer_ids, default_layer_ids
 
@@ -140,9 +140,9 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -220,8 +220,8 @@ class _Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def key_value(self, hidden, rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., E] to rotated keys and values [..., G, D]: the same weights for context and block."""
@@ -236,24 +236,13 @@ class _Attention(nn.Module):
         return self.o_proj(mixed.flatten(-2))
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, hidden):
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class _Layer(nn.Module):
     def __init__(self, config: DrafterConfig, layer: int):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _Mlp(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
 
     def forward(self, hidden_ABE, context, rotary_AB, layout: BlockLayout):
         hidden_ABE = hidden_ABE + self.self_attn(self.input_layernorm(hidden_ABE), context, rotary_AB, layout)

@@ -15,10 +15,21 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 
 def linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`input [..., I] @ weight [O, I].T`, differentiable."""
-    plain = input.dtype == weight.dtype == torch.float32 and input.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    if HAS_ONEDNN and plain and input.numel():
+    if runs_on_onednn(input, weight):
         return _OneDnnLinear.apply(input, weight)
     return F.linear(input, weight)
+
+
+def runs_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `product` takes these."""
+    if not HAS_ONEDNN or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    return input.dtype == weight.dtype == torch.float32 and input.numel() > 0
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left [M, K] @ right [N, K].T` by oneDNN, without a gradient. Both may be transposed views."""
+    return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
 
 
 class Linear(nn.Linear):
@@ -35,17 +46,12 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight):
         ctx.save_for_backward(input, weight)
-        return _product(input.flatten(0, -2), weight).view(*input.shape[:-1], -1)
+        return product(input.flatten(0, -2), weight).view(*input.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         input, weight = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
-        d_input = _product(grad, weight.t()).view_as(input) if ctx.needs_input_grad[0] else None
-        d_weight = _product(grad.t(), input.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        d_input = product(grad, weight.t()).view_as(input) if ctx.needs_input_grad[0] else None
+        d_weight = product(grad.t(), input.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
         return d_input, d_weight
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left [M, K] @ right [N, K].T`."""
-    return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
