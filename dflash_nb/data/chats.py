@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields that some templates write in front of the content
 PAIRS = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"))
 
 
@@ -98,7 +99,7 @@ def _render_chat(turns: list[dict], tools: object, render: Callable[..., str] | 
     words = _other_words(said, text)
     spans = _where_scaffold_agrees(text, rendered(_with_words(turns, words)), turns, words)
     if spans is None:
-        spans = [_where_different(text, rendered(_with_words(turns, {i: words[i]})), turns[i]["content"], words[i], special) for i in said]
+        spans = [_where_different(text, rendered(_with_words(turns, {i: words[i]})), turns[i], words[i], special) for i in said]
     spans = [_with_end(text, span, turns[i], special) for i, span in zip(said, spans, strict=True) if span]
     return Text(text, tuple(spans), is_chat=True)
 
@@ -110,7 +111,11 @@ def _other_words(said: list[int], text: str) -> dict[int, str]:
 
 
 def _with_words(turns: list[dict], words: dict[int, str]) -> list[dict]:
-    return [{**turn, "content": words[i]} if i in words else turn for i, turn in enumerate(turns)]
+    """The chat with these words in place of what the assistant thought and said."""
+    return [
+        {**{name: value for name, value in turn.items() if name not in REASONING}, "content": words[i]} if i in words else turn
+        for i, turn in enumerate(turns)
+    ]
 
 
 def _where_scaffold_agrees(text: str, changed: str, turns: list[dict], words: dict[int, str]) -> list[tuple[int, int]] | None:
@@ -129,19 +134,18 @@ def _where_scaffold_agrees(text: str, changed: str, turns: list[dict], words: di
     return spans if at == len(text) else None
 
 
-def _where_different(text: str, changed: str, content: str, word: str, special: re.Pattern) -> tuple[int, int] | None:
+def _where_different(text: str, changed: str, turn: dict, word: str, special: re.Pattern) -> tuple[int, int] | None:
     """The span of ``text`` that became ``word`` in ``changed``; None if the template leaves this turn out."""
     before, found, after = changed.partition(word)
     if not found:
         return None
     start = _common_prefix(text, before)
     end = len(text) - _common_prefix(text[start:][::-1], after[::-1])
-    content = content.strip()
-    if text[:end].endswith(content):
-        start = end - len(content)
-    elif special.search(text, start, end):
+    content = turn["content"].strip()
+    verbatim = text[:end].endswith(content) and not any(turn.get(name) for name in REASONING)
+    if word in after or (not verbatim and special.search(text, start, end)):
         raise ChatError("the chat template does not write an assistant's turn in one piece")
-    return start, end
+    return (end - len(content) if verbatim else start), end
 
 
 def _common_prefix(a: str, b: str) -> int:
