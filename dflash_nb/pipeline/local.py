@@ -7,6 +7,7 @@ otherwise. Fixing it is also what makes the loss bit for bit the same for any nu
 """
 
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,10 +17,110 @@ from typing import Any
 
 import torch
 
+from dflash_nb.model.target import Features, FrozenTarget
+from dflash_nb.model.target_info import TargetInfo
+from dflash_nb.pipeline.environment import usable_cores
 from dflash_nb.pipeline.window import WorkerFailure
 
 JOIN_SECONDS = 8.0
 RETIRE_AFTER = 3
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device of each target worker, and the drafter's."""
+
+    targets: tuple[torch.device, ...]
+    drafter: torch.device
+
+
+def place(device: str, targets: int, drafters: int = 1) -> Placement:
+    """Devices for ``targets`` workers and a drafter: ``auto``, ``cpu``, ``cuda`` (all visible GPUs) or one device.
+
+    Raises ValueError with a topology that this machine has room for.
+    """
+    if drafters != 1:
+        raise ValueError(f"topology {targets}-{drafters}: threads on one machine train one drafter; use {targets}-1")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is not one; use auto, cpu, cuda, or one device such as cuda:1") from None
+    if wanted.type == "cpu":
+        return Placement((wanted,) * targets, wanted)
+    count = torch.cuda.device_count() if wanted.type == "cuda" else 0
+    if (wanted.index or 0) >= count:
+        raise ValueError(f"device {device}: {count} GPUs are visible to PyTorch; use auto or cpu")
+    if wanted.index is not None or count == 1:
+        if targets > 1:
+            raise ValueError(f"topology {targets}-1 on one GPU would load the target {targets} times; use topology 1-1")
+        alone = torch.device("cuda", wanted.index or 0)
+        return Placement((alone,), alone)
+    if targets + 1 > count:
+        raise ValueError(f"topology {targets}-1 needs {targets + 1} GPUs, {count} are visible; use topology {count - 1}-1")
+    return Placement(tuple(torch.device("cuda", index) for index in range(targets)), torch.device("cuda", targets))
+
+
+def intra_op_threads(threads: int, targets: int) -> int:
+    """CPU threads of one PyTorch operation: ``threads`` (0: every core) divided among the target workers and the drafter."""
+    return max(1, (threads or usable_cores()) // (targets + 1))
+
+
+def load_targets(
+    info: TargetInfo, layer_ids: tuple[int, ...], placement: Placement, dtype: str, with_last_hidden: bool = False
+) -> list[FrozenTarget]:
+    """A target for each worker, in the order of ``placement.targets``; workers on the same device share one set of weights."""
+    loaded: dict[torch.device, FrozenTarget] = {}
+    for device in placement.targets:
+        if device not in loaded:
+            loaded[device] = FrozenTarget.load(info, layer_ids, device, dtype, with_last_hidden)
+    return [loaded[device] for device in placement.targets]
+
+
+def bytes_per_token(target: FrozenTarget) -> int:
+    """Bytes of ``Features`` for each real token: the captured layers, the last hidden state if it is kept, id and loss mask."""
+    states = len(target.layer_ids) + target.with_last_hidden
+    return states * target.info.hidden_size * target.dtype.itemsize + 8 + 1
+
+
+def target_pool(targets: list[FrozenTarget], drafter_device: torch.device) -> "LocalPool":
+    """The pool that computes features with ``targets`` and leaves them on the drafter's device."""
+    stop = threading.Event()
+
+    def look_up(*_: Any) -> None:
+        if stop.is_set():
+            raise InterruptedError("the run is ending")
+
+    for target in {id(target): target for target in targets}.values():
+        for module in target.decoder.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(look_up)
+    works = {
+        f"target-{k}": _on_gpu(target, drafter_device) if target.device.type == "cuda" else target.features
+        for k, target in enumerate(targets)
+    }
+    return LocalPool(works, stop)
+
+
+def _on_gpu(target: FrozenTarget, drafter_device: torch.device) -> Callable[[Any], Features]:
+    """Compute on a stream of its own and copy to the drafter's device on another, so that neither waits for the drafter's kernels."""
+    compute, copy = torch.cuda.Stream(target.device), torch.cuda.Stream(drafter_device)
+
+    def work(batch: Any) -> Features:
+        with torch.cuda.stream(copy), torch.cuda.stream(compute):
+            features = target.features(batch)
+            started = time.perf_counter()
+            moved = features.to(drafter_device)
+            for stream in (compute, copy):
+                stream.synchronize()
+        moved.seconds["transfer"] += time.perf_counter() - started
+        for tensor in (moved.features_ND, moved.input_ids_N, moved.loss_mask_N, moved.last_hidden_NH):
+            if tensor is not None:
+                tensor.record_stream(torch.cuda.default_stream(drafter_device))
+        return moved
+
+    return work
 
 
 @dataclass(eq=False)

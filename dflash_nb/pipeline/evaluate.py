@@ -1,0 +1,110 @@
+"""How good the drafter is on held-out data: loss and slot accuracy on texts, tau by really decoding.
+
+One function serves the untrained drafter, the evaluations during training and the last one. It changes neither training mode nor any
+random stream: anchors come from a hash, decoding is greedy. Which rows and prompts are used depends on the dataset and the seed alone.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_nb.data.dataset import TokenDataset
+from dflash_nb.model.decode import evaluating, measure_tau
+from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.model.target import FrozenTarget, TargetHead
+from dflash_nb.pipeline.step import LossSettings, accuracy, batch_loss
+
+LONGEST_PROMPT = 512
+EVAL_EPOCH = 0
+
+
+def evaluate(
+    target: FrozenTarget,
+    drafter: DFlashDrafter,
+    head: TargetHead,
+    heldout: TokenDataset,
+    settings: LossSettings,
+    rows: int,
+    prompts: int,
+    new_tokens: int,
+    boundaries: tuple[int, ...],
+    token_budget: int,
+) -> dict[str, Any]:
+    """The fields of an ``eval`` event: loss, acceptance, slot_accuracy, tau, tau_passes, by_bucket, seconds. None: nothing to measure.
+
+    ``acceptance`` is 1 + the mean true prefix of a block against the text, teacher-forced; ``tau`` is tokens a target pass, the bonus
+    included, over greedy decoding of ``prompts`` prompts.
+    """
+    started = time.perf_counter()
+    order = np.random.default_rng([settings.seed, 0]).permutation(np.flatnonzero(heldout.n_supervised > 0))
+    result = _on_texts(target, drafter, head, heldout, order[:rows], settings, boundaries, token_budget)
+    tau = None
+    if texts := heldout_prompts(heldout, order, prompts, min(LONGEST_PROMPT, target.info.max_positions - new_tokens)):
+        tau = measure_tau(target, drafter, texts, new_tokens, head=head)
+    return {
+        **result,
+        "tau": tau.tau if tau and tau.passes else None,
+        "tau_passes": tau.passes if tau else 0,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def heldout_prompts(heldout: TokenDataset, order: np.ndarray, count: int, longest: int) -> list[list[int]]:
+    """The first ``count`` prompts in ``order``: the tokens before the first supervised one, rows with none or too many passed over."""
+    prompts = []
+    for row in order:
+        input_ids, loss_mask = heldout.row(int(row))
+        prompt = input_ids[: int(loss_mask.argmax())]
+        if 1 <= len(prompt) <= longest:
+            prompts.append(prompt.tolist())
+        if len(prompts) == count:
+            break
+    return prompts
+
+
+def _on_texts(
+    target: FrozenTarget,
+    drafter: DFlashDrafter,
+    head: TargetHead,
+    heldout: TokenDataset,
+    rows: np.ndarray,
+    settings: LossSettings,
+    boundaries: tuple[int, ...],
+    token_budget: int,
+) -> dict[str, Any]:
+    """Loss, acceptance and slot accuracy over ``rows``, and the first two by bucket."""
+    longest = min(token_budget, target.info.max_positions)
+    buckets = np.searchsorted(boundaries, np.minimum(heldout.lengths[rows], boundaries[-1] - 1), side="right") - 1
+    sums = {}
+    with evaluating(drafter), torch.no_grad():
+        for bucket in np.unique(buckets):
+            for some in _within_budget(rows[buckets == bucket], heldout.lengths, longest, token_budget):
+                padded = min(int(heldout.lengths[some].max()), longest)
+                batch = heldout.collate(some, padded, pad_id=target.info.pad_token_id or 0, max_length=longest, bucket=int(bucket))
+                loss = batch_loss(batch, target.features(batch).to(settings.device), drafter, head, settings)
+                sums.setdefault(int(bucket), []).append(loss)
+    losses = [loss for group in sums.values() for loss in group]
+    slots_K, correct_K = sum(loss.slots_K for loss in losses), sum(loss.correct_K for loss in losses)
+    by_bucket = {str(bucket): _means(group) for bucket, group in sums.items()}
+    return {**_means(losses), "slot_accuracy": accuracy(correct_K, slots_K) if losses else [], "by_bucket": by_bucket}
+
+
+def _means(losses: list) -> dict[str, float | None]:
+    weight, blocks = sum(loss.weight_sum for loss in losses), sum(loss.blocks for loss in losses)
+    return {
+        "loss": sum(loss.loss_sum.item() for loss in losses) / weight if weight else None,
+        "acceptance": 1 + sum(loss.accepted for loss in losses) / blocks if blocks else None,
+    }
+
+
+def _within_budget(rows: np.ndarray, lengths: np.ndarray, longest: int, token_budget: int) -> list[np.ndarray]:
+    """``rows`` from short to long in groups whose padded tokens fit the budget."""
+    rows = rows[np.argsort(lengths[rows], kind="stable")]
+    groups, first = [], 0
+    for last in range(1, len(rows) + 1):
+        if last == len(rows) or (last + 1 - first) * min(int(lengths[rows[last]]), longest) > token_budget:
+            groups.append(rows[first:last])
+            first = last
+    return groups

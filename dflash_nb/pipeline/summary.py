@@ -1,0 +1,83 @@
+"""How a run ended, in numbers that its log holds.
+
+First and last loss are medians over 5 % of the steps at each end, between 1 and 20 steps: one step's loss depends on its bucket. Real
+tokens/s and padding efficiency are sums over all steps, evaluation and checkpoints not counted.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_nb.pipeline.run import Run
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What ``train`` returns and ``summary.json`` holds. A number is None where nothing was measured."""
+
+    run_dir: Path
+    finished: bool
+    steps: int
+    total_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    loss_steps: int
+    tau_untrained: float | None
+    tau_trained: float | None
+    efficiency: float | None
+    tokens_per_second: float | None
+    checkpoint: Path | None
+    export: Path | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ``finished`` is left to the status."""
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        del values["finished"]
+        return values
+
+    def text(self) -> str:
+        """The summary as a few aligned lines."""
+        over = f"median of {self.loss_steps} step{'s' if self.loss_steps != 1 else ''} at each end"
+        rows = [
+            ("run", f"{self.run_dir}" + ("" if self.finished else f"  (not finished, continue with -p resume {self.run_dir})")),
+            ("steps", f"{self.steps:,} of {self.total_steps:,}"),
+            ("padding efficiency", _number(self.efficiency, "{:.1%}")),
+            ("real tokens/s", _number(self.tokens_per_second, "{:,.0f}")),
+            ("loss", f"{_number(self.first_loss, '{:.3f}')} -> {_number(self.last_loss, '{:.3f}')}  ({over})"),
+            (
+                "tau",
+                f"{_number(self.tau_untrained, '{:.2f}')} untrained -> {_number(self.tau_trained, '{:.2f}')} trained, held-out prompts",
+            ),
+            ("checkpoint", str(self.checkpoint or "none")),
+            ("export", str(self.export or "none")),
+        ]
+        return "\n".join(f"{name:<19} {value}" for name, value in rows)
+
+
+def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | None, export: Path | None) -> RunSummary:
+    """The summary of what a run folder's log holds."""
+    steps, losses = run.steps, run.steps["loss"][np.isfinite(run.steps["loss"])]
+    count = max(1, min(20, round(len(losses) * 0.05)))
+    taus = [(event["step"], event["tau"]) for event in run.events_of("eval")]
+    seconds = float(steps["seconds_step"].sum())
+    return RunSummary(
+        run_dir=run.folder,
+        finished=finished,
+        steps=len(run),
+        total_steps=total_steps,
+        first_loss=float(np.median(losses[:count])) if len(losses) else None,
+        last_loss=float(np.median(losses[-count:])) if len(losses) else None,
+        loss_steps=count,
+        tau_untrained=next((tau for step, tau in taus if step == 0), None),
+        tau_trained=next((tau for step, tau in reversed(taus) if step == len(run) > 0), None),
+        efficiency=float(steps["tokens"].sum() / steps["padded_tokens"].sum()) if len(run) else None,
+        tokens_per_second=float(steps["tokens"].sum()) / seconds if seconds else None,
+        checkpoint=checkpoint,
+        export=export,
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not measured" if value is None else form.format(value)

@@ -1,0 +1,285 @@
+"""``train(config)``: the main job from a configuration to a trained, evaluated and exported drafter; a plain blocking call.
+
+The order of everything is fixed by the plan: the same seed gives the same loss curve with any number of workers, and a run that was
+killed and resumed ends with the losses of one that was not. What a run costs beside its steps: an evaluation before and one after,
+and a checkpoint every ``checkpoint_every`` steps.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.model.export import export_drafter
+from dflash_nb.model.objective import Objective
+from dflash_nb.pipeline.checkpoint import newest_checkpoint, restore, write_checkpoint
+from dflash_nb.pipeline.config import TrainConfig
+from dflash_nb.pipeline.console import Console
+from dflash_nb.pipeline.evaluate import evaluate
+from dflash_nb.pipeline.interrupt import Hold, interruptible
+from dflash_nb.pipeline.job import Job, prepare_job
+from dflash_nb.pipeline.local import bytes_per_token, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.optimizer import make_optimizer
+from dflash_nb.pipeline.prefetch import Prefetcher
+from dflash_nb.pipeline.probe import memory_bytes, probe
+from dflash_nb.pipeline.runlog import RunLog, new_run_folder, read_run
+from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
+from dflash_nb.pipeline.summary import RunSummary, summarize
+from dflash_nb.pipeline.window import Window
+from dflash_nb.planner.state import PlanChangedError, PlanState
+
+WAITING_BATCHES = 16
+
+
+def train(config: TrainConfig) -> RunSummary:
+    """Train a drafter as ``config`` says and return how it went; ``config.resume`` continues a run folder with its own configuration.
+
+    Raises what ``prepare_job`` raises, before anything is written. After that every end writes ``summary.json``: an interrupt (Ctrl-C,
+    SIGTERM) leaves a checkpoint and raises KeyboardInterrupt, an error leaves one too where it can and is raised. No thread is left.
+    """
+    config = config.resumed()
+    job = prepare_job(config)
+    threads = intra_op_threads(config.threads, len(job.placement.targets))
+    with interruptible() as hold, _torch_state(threads, config.seed, job.placement.drafter), _open_run(job) as (log, start):
+        run = _Run(job, log, hold)
+        try:
+            run.prepare(start)
+            stopped = run.steps()
+            return run.end("interrupted" if stopped else "finished")
+        except BaseException as error:
+            run.rescue(error)
+            raise
+        finally:
+            run.close()
+
+
+@contextmanager
+def _torch_state(threads: int, seed: int, device: torch.device) -> Iterator[None]:
+    """Set the process-wide thread count and random state while inside, and leave both as they were."""
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+@contextmanager
+def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | None]]:
+    """The log of a new or a resumed run, and the checkpoint to start from: its path and state."""
+    config, broken = job.config, []
+    environment = {
+        "devices": {"targets": [str(device) for device in job.placement.targets], "drafter": str(job.placement.drafter)},
+        "target": {name: str(value) if isinstance(value, Path) else value for name, value in asdict(job.info).items()},
+        "data": job.data,
+    }
+    start = None
+    if config.resume:
+        folder = Path(config.resume)
+        start = newest_checkpoint(folder / "checkpoints", broken.append)
+        if start is not None:
+            _check_same_run(job, start[1])
+        log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0)
+    else:
+        folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
+        log = RunLog.create(folder, config, environment)
+        log.write("buckets", job.buckets.to_json())
+        log.write("plan", {"epochs": job.plans, "total_steps": job.total_steps, "warmup_steps": job.warmup_steps})
+    with log:
+        print(f"run folder: {folder}", flush=True)
+        for error in broken:
+            log.event("warning", text=f"passed over a broken checkpoint: {error}")
+            print(f"warning: passed over a broken checkpoint: {error}", flush=True)
+        yield log, start
+
+
+def _check_same_run(job: Job, state: dict[str, Any]) -> None:
+    """Refuse to continue on other data, another plan or another length of the run."""
+    changed = [name for name, value in job.data.items() if state["data"].get(name) != value]
+    if changed:
+        raise PlanChangedError(f"dataset {job.dataset.path} has changed since the checkpoint was written: {', '.join(changed)}")
+    position = PlanState.from_json(state["plan"])
+    if (position.epoch, position.resume(job.plan(position.epoch), job.fingerprint)) != job.position(state["step"]):
+        raise PlanChangedError(f"the checkpoint's step {state['step']} is at another place of the plan; was accumulation changed?")
+    if state["schedule"] != job.schedule:
+        raise PlanChangedError(f"the learning-rate schedule has changed: saved {state['schedule']}, now {job.schedule}")
+
+
+class _Run:
+    """A job under way: its models, its log and where it stands. ``step`` counts finished optimiser steps."""
+
+    def __init__(self, job: Job, log: RunLog, hold: Hold) -> None:
+        self.job, self.config, self.log, self.hold = job, job.config, log, hold
+        self.step = self.saved_step = 0
+        self.checkpoint: Path | None = None
+        self.window: Window | None = None
+        self.started = self.saved_at = time.monotonic()
+
+    def prepare(self, start: tuple[Path, dict[str, Any]] | None) -> None:
+        """Load the models, go to the checkpoint's step, start the workers, and evaluate the untrained drafter."""
+        job, config, device = self.job, self.config, self.job.placement.drafter
+        targets = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype, config.objective == "kl")
+        self.target, self.head = targets[0], targets[0].head(device)
+        self.settings = LossSettings(
+            objective=Objective(config.objective, gamma=config.slot_gamma),
+            anchors=config.anchors,
+            block_size=config.block_size,
+            seed=config.seed,
+            device=device,
+            autocast=self.target.dtype == torch.bfloat16,
+        )
+        self.drafter = DFlashDrafter(job.drafter).to(device).train()
+        self.optimizer = make_optimizer(self.drafter, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
+        if start is not None:
+            self.checkpoint, state = start
+            restore(self.checkpoint, self.drafter, self.optimizer)
+            self.step = self.saved_step = state["step"]
+        self.pool = target_pool(targets, device)
+        if config.probe and self.step == 0:
+            probe(job, self.pool, self.drafter, self.head, self.settings)
+        self._start_window(targets)
+        if self.step == 0 and not any(event["step"] == 0 for event in read_run(self.log.folder).events_of("eval")):
+            self._evaluate()
+
+    def steps(self) -> bool:
+        """Train to the end of the plan. Returns whether the time limit came first."""
+        job, config = self.job, self.config
+        console = Console(job.tokens_by_step, config.log_every, self.step)
+        while self.step < job.total_steps:
+            epoch, next_batch = job.position(self.step)
+            count = min(config.accumulation, job.plans[epoch]["batches"] - next_batch)
+            total = accumulate(self.window, count, self.drafter, self.head, self.settings)
+            with self.hold:
+                record = finish_step(total, self.optimizer, job.learning_rate(self.step + 1), config.grad_clip)
+                record = self.log.step({"step": self.step + 1, **record, **self._queues()})
+                self.step += 1
+            console.step(record)
+            if job.position(self.step)[0] != epoch or self.step == job.total_steps:
+                self.log.event("epoch", epoch=epoch)
+            if self.step < job.total_steps:
+                if config.time_limit and time.monotonic() - self.started >= 60 * config.time_limit:
+                    return True
+                if config.eval_every and self.step % config.eval_every == 0:
+                    self._evaluate()
+                if self._checkpoint_is_due():
+                    self._save()
+        return False
+
+    def end(self, status: str) -> RunSummary:
+        """Checkpoint, last evaluation and export (the first only, if the run is to be continued), and the summary."""
+        self._save()
+        export = None
+        if status == "finished":
+            self._evaluate()
+            export = export_drafter(self.drafter, self.job.info, self.log.folder / "export")
+        return self._finish(status, export)
+
+    def rescue(self, error: BaseException) -> None:
+        """After an interrupt or an error: stop the workers, save the last finished step, say how it ended."""
+        if hasattr(self, "pool"):
+            self.pool.stop.set()
+        try:
+            if self.step > self.saved_step:
+                self._save()
+        except Exception as problem:
+            self.log.event("warning", text=f"no checkpoint could be written at the end: {type(problem).__name__}: {problem}")
+        if isinstance(error, KeyboardInterrupt):
+            self._finish("interrupted", None)
+        else:
+            self._finish("failed", None, error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End every thread and let go of the models, which the traceback of an error would keep alive."""
+        if self.window is not None:
+            self.window.close()
+        try:
+            if hasattr(self, "pool"):
+                self.pool.close()
+        finally:
+            for name in ("pool", "target", "head", "drafter", "optimizer", "window"):
+                self.__dict__.pop(name, None)
+
+    def _start_window(self, targets: list) -> None:
+        job, config = self.job, self.config
+        token_bytes = bytes_per_token(targets[0])
+        limit = config.q_hs_mb << 20
+        workers = len(targets)
+        largest = max(plan["most_tokens"] for plan in job.plans) * token_bytes
+        if workers * largest > limit:
+            text = (
+                f"q_hs_mb {config.q_hs_mb} holds {limit / largest:.1f} of the largest batches ({largest / 2**20:,.0f} MiB each), "
+                f"so {workers} target workers cannot always work at once"
+            )
+            self.log.event("warning", text=text)
+            print(f"warning: {text}", flush=True)
+        self.source = Prefetcher(job.planned_from(self.step), job.collate, config.prefetch)
+        self.window = Window(
+            self.source,
+            self.pool,
+            size_of=lambda batch: batch.real_tokens * token_bytes,
+            max_items=workers + WAITING_BATCHES,
+            max_bytes=limit,
+            retries=config.retries,
+            on_retry=self._note_retry,
+        )
+
+    def _note_retry(self, batch: Any, failure: Exception, attempt: int) -> None:
+        self.log.event("retry", epoch=batch.epoch, batch=batch.index, attempt=attempt, error=str(failure))
+        print(f"warning: batch {batch.index} of epoch {batch.epoch} is run again (attempt {attempt}): {failure}", flush=True)
+
+    def _queues(self) -> dict[str, int]:
+        return {
+            "q_prefetch": self.source.depth,
+            "q_hs": self.window.depth,
+            "q_hs_bytes": self.window.nbytes,
+            "memory_bytes": memory_bytes(self.settings.device),
+        }
+
+    def _evaluate(self) -> None:
+        config, job = self.config, self.job
+        result = evaluate(
+            self.target,
+            self.drafter,
+            self.head,
+            job.heldout,
+            self.settings,
+            rows=config.eval_rows,
+            prompts=config.eval_prompts,
+            new_tokens=config.eval_tokens,
+            boundaries=job.buckets.boundaries,
+            token_budget=config.token_budget,
+        )
+        self.log.event("eval", step=self.step, **result)
+        numbers = ", ".join(f"{name} {result[name]:.2f}" for name in ("loss", "acceptance", "tau") if result[name] is not None)
+        print(f"held out at step {self.step:,}: {numbers}  ({result['seconds']:.0f} s)", flush=True)
+
+    def _checkpoint_is_due(self) -> bool:
+        every, minutes = self.config.checkpoint_every, self.config.checkpoint_minutes
+        return (every > 0 and self.step % every == 0) or (minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes)
+
+    def _save(self) -> None:
+        if self.step == self.saved_step and self.checkpoint is not None:
+            return
+        epoch, next_batch = self.job.position(self.step)
+        state = {
+            "plan": PlanState.at(self.job.plan(epoch), next_batch, self.job.fingerprint).to_json(),
+            "schedule": self.job.schedule,
+            "data": self.job.data,
+            "in_flight": self.window.in_flight() if self.window is not None else [],
+        }
+        folder = self.log.folder / "checkpoints"
+        self.checkpoint = write_checkpoint(folder, self.step, self.drafter, self.optimizer, state, self.config.keep_checkpoints)
+        self.saved_step, self.saved_at = self.step, time.monotonic()
+        self.log.event("checkpoint", path=str(self.checkpoint.relative_to(self.log.folder)))
+
+    def _finish(self, status: str, export: Path | None, **details: Any) -> RunSummary:
+        summary = summarize(read_run(self.log.folder), self.job.total_steps, status == "finished", self.checkpoint, export)
+        self.log.finish(status, **{**summary.to_json(), **details})
+        return summary
