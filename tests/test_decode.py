@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_targets import MASK_TOKEN, save_target
 from transformers import Cache
 
-from dflash_nb.model.decode import REPEAT_LIMIT, TargetSession, evaluating, generate, measure_tau, plain_generate
+from dflash_nb.model.decode import REPEAT_LIMIT, TargetSession, _Choice, evaluating, generate, measure_tau, plain_generate
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.target import FrozenTarget
 
@@ -189,11 +190,33 @@ def test_no_token_of_the_padded_vocabulary_is_ever_chosen(targets):
     assert max(plain_generate(target, prompt_of(8), 60, stop_ids=[])) >= 40
 
 
+def chi2_of(tokens, chances_V):
+    expected_V = torch.tensor(chances_V) * len(tokens)
+    return float(((torch.bincount(torch.tensor(tokens), minlength=len(chances_V)) - expected_V) ** 2 / expected_V).sum())
+
+
+def test_rejection_sampling_leaves_the_targets_distribution_in_every_slot():
+    """8000 blocks of two drafted tokens over 5 tokens, drawn from far other chances than the target's."""
+    target_TV = torch.tensor([[0.5, 0.2, 0.1, 0.1, 0.1], [0.05, 0.05, 0.2, 0.3, 0.4], [0.3, 0.1, 0.2, 0.2, 0.2]])
+    draft_TV = torch.tensor([[0.1, 0.1, 0.2, 0.2, 0.4], [0.4, 0.1, 0.1, 0.1, 0.3]])
+    head = SimpleNamespace(logits=torch.log, valid_vocab=5)
+    choose = _Choice(head, temperature=1.0, seed=0)
+    slots = ([], [], [])
+    for _ in range(8000):
+        for slot, token in zip(slots, choose.verify(target_TV, choose.draft(draft_TV, head)), strict=False):
+            slot.append(token)
+    accepted = 1 - 0.5 * (target_TV[:2] - draft_TV).abs().sum(-1)
+    assert len(slots[1]) / 8000 == pytest.approx(float(accepted[0]), abs=0.03)
+    assert len(slots[2]) / len(slots[1]) == pytest.approx(float(accepted[1]), abs=0.03)
+    for slot, chances_V in zip(slots, target_TV.tolist(), strict=True):
+        assert chi2_of(slot, chances_V) < 18.5, "0.1 % of right samplers would be above"
+
+
 def test_sampled_text_has_the_targets_distribution(tmp_path):
     """Chi-square of 3-token texts against their exact chances, with a drafter that is wrong in its own way."""
     target = FrozenTarget.load(save_target(tmp_path / "small", "llama", num_hidden_layers=3, initializer_range=0.2), (1,))
     target = FrozenTarget(target.model, dataclasses.replace(target.info, valid_vocab=5), (1,))
-    prompt, runs, temperature = [3, 1, 4, 1], 700, 1.5
+    prompt, runs, temperature = [3, 1, 4, 1], 400, 1.5
     head = target.head()
     chances = {}
 
