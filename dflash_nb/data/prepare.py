@@ -81,6 +81,8 @@ def prepare_chats(
     for name, value, allowed in (("too_long", too_long, ("drop", "truncate", "error")), ("bad_records", bad_records, ("error", "drop"))):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length is {max_length}; it must be at least 1 token.")
     folder, files = _free_folder(out, overwrite), record_files(source)
     n_records = count_records(files)
     first_heldout = n_records - _heldout_records(heldout, n_records, files[0])
