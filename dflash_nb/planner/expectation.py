@@ -1,0 +1,209 @@
+"""What a bucket is expected to cost when its samples are shuffled and packed greedily, for every pair of edges in one sweep.
+
+The ``packing`` model follows the real stopping rule. A batch reaches k rows exactly when none of them is longer than c_k, the
+longest padded length of which k fit the budget: P(k rows or more) = D(c_k) F(c_k)^(k-1), where F is the bucket's distribution
+and D that of the sample that opens a batch. D is not F: a batch closed by a sample too long for it hands that sample to the
+next batch. Without this, one bucket over the reference lengths is promised 49.4 % where packing gives 48.9 %; with it, 48.9 %.
+The ``reference`` model is the reference run's: every batch has floor(budget / mean length) rows.
+
+Nothing is sampled and no integral is approximated: the sums run over every length. All pairs of 172 edges over 5,378 lengths take
+0.3 s, and only one row of the table is held at a time.
+
+Axes: L lower splits, K row counts, Y lengths of one segment.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+BatchCost = Callable[[np.ndarray, np.ndarray], np.ndarray]
+MODELS = ("packing", "reference")
+EXACT_ROWS = 128
+NEGLIGIBLE = 1e-12
+TINY = 1e-300
+LOWER_AT_ONCE = 32
+
+
+class BucketError(ValueError):
+    """Cuts, limits or lengths that cannot be used. The message names the value and says what to do."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a batch: rows x padded length <= token_budget, rows <= max_batch, padded lengths are multiples of pad_multiple."""
+
+    token_budget: int = 49152
+    max_batch: int = 64
+    pad_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_batch", "pad_multiple"):
+            try:
+                value = operator.index(getattr(self, name))
+            except TypeError:
+                raise BucketError(f"{name} must be a whole number, not {getattr(self, name)!r}") from None
+            if value < 1:
+                raise BucketError(f"{name} must be at least 1, not {value}")
+            object.__setattr__(self, name, value)
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """Lengths rounded up to ``pad_multiple``."""
+        return -(-lengths // self.pad_multiple) * self.pad_multiple
+
+    def rows(self, padded: np.ndarray) -> np.ndarray:
+        """How many rows of a padded length a batch can hold."""
+        return np.minimum(self.max_batch, self.token_budget // padded)
+
+    def longest(self, rows: np.ndarray) -> np.ndarray:
+        """The longest padded length of which a batch can hold ``rows``."""
+        return self.token_budget // rows // self.pad_multiple * self.pad_multiple
+
+    def row_counts(self, shortest: int) -> np.ndarray:
+        """The row counts that the model tells apart: every one up to 128, from there on steps of one part in 128."""
+        most = int(self.rows(self.padded(np.int64(shortest))))
+        counts = list(range(1, min(most, EXACT_ROWS) + 1))
+        while counts[-1] < most:
+            counts.append(min(most, counts[-1] + counts[-1] // EXACT_ROWS))
+        return np.array(counts, np.int64)
+
+
+def padded_tokens(rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
+    """Cost of a batch in padded tokens."""
+    return np.asarray(rows, float) * padded
+
+
+def bucket_costs(
+    lengths: np.ndarray,
+    counts: np.ndarray,
+    splits: np.ndarray,
+    limits: Limits,
+    batch_cost: BatchCost = padded_tokens,
+    model: str = "packing",
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each upper split in turn: what an epoch of the bucket costs, and the mean rows of its batches, for every lower split.
+
+    lengths, counts: int64[Y], lengths strictly increasing, each within the budget when padded, counts >= 1.
+    splits: int64[E], strictly increasing positions in ``lengths``. A bucket is lengths[splits[i] : splits[j]].
+    batch_cost: cost of batches from their rows and padded lengths, arrays that broadcast.
+    Yields (cost_L, rows_L), float64[j], for j = 1 .. E-1.
+    """
+    sweep = _Sweep(lengths, counts, splits, limits, batch_cost, model)
+    points = np.unique(np.concatenate([splits, sweep.reach[(sweep.reach > splits[0]) & (sweep.reach < splits[-1])]]))
+    upper = 1
+    for begin, end in zip(points[:-1], points[1:], strict=True):
+        sweep.advance(begin, end)
+        if end == splits[upper]:
+            yield sweep.reference(upper) if model == "reference" else sweep.packing(upper)
+            upper += 1
+
+
+class _Sweep:
+    """One pass upwards over the lengths. For every lower split it holds what batches drawn from there up to here cost.
+
+    row_counts: the batch sizes k. reach: for each, the position up to which lengths allow k rows.
+    drawn: expected cost of k rows whose longest is that of k draws. one_fewer: the same, the longest that of k - 1 draws.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, counts: np.ndarray, splits: np.ndarray, limits: Limits, batch_cost: BatchCost, model: str
+    ) -> None:
+        self.splits, self.limits, self.batch_cost, self.model = splits, limits, batch_cost, model
+        self.padded = limits.padded(lengths)
+        self.below = np.concatenate([[0], np.cumsum(counts)]).astype(float)
+        self.tokens_below = np.concatenate([[0.0], np.cumsum(lengths * counts.astype(float))])
+        self.row_counts = limits.row_counts(int(lengths[splits[0]]))
+        self.reach = np.searchsorted(self.padded, limits.longest(self.row_counts), "right")
+        self.drawn_LK = np.zeros((len(splits) - 1, len(self.row_counts)))
+        self.one_fewer_LK = np.zeros_like(self.drawn_LK)
+        self.at_reach: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def advance(self, begin: int, end: int) -> None:
+        """Take lengths[begin:end] in, between which no row count and no split ends."""
+        active = len(self.row_counts) if self.model == "reference" else int((self.reach >= end).sum())
+        rows_K = self.row_counts[:active]
+        cost_KY = self.batch_cost(rows_K[:, None], self.padded[None, begin:end])
+        step_KY = np.diff(cost_KY, axis=1)
+        started = int(np.searchsorted(self.splits[:-1], begin, "right"))
+        for first in range(0, started, LOWER_AT_ONCE):
+            some = slice(first, min(first + LOWER_AT_ONCE, started))
+            base_L = self.below[self.splits[some], None]
+            share_LY = (self.below[None, begin:end] - base_L) / (self.below[end] - base_L)
+            log_LY = np.log(np.maximum(share_LY, TINY))
+            for state_LK, exponent_K in ((self.drawn_LK, rows_K), (self.one_fewer_LK, rows_K - 1)):
+                power_LKY = np.exp(log_LY[:, None, :] * exponent_K[:, None])
+                state = state_LK[some, :active]
+                state[:] = cost_KY[:, -1] - power_LKY[:, :, 0] * (cost_KY[:, 0] - state)
+                if end - begin > 1:
+                    state -= np.einsum("lky,ky->lk", power_LKY[:, :, 1:], step_KY)
+            self.one_fewer_LK[some, 0] = 0.0
+        lower = int(np.searchsorted(self.splits, end))
+        for k in np.flatnonzero(self.reach == end):
+            self.at_reach[k] = (self.drawn_LK[:lower, : k + 1].copy(), self.one_fewer_LK[:lower, : k + 1].copy())
+
+    def reference(self, upper: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cost and rows where every batch of a bucket has as many rows as its mean length allows."""
+        end, lower = self.splits[upper], self.splits[:upper]
+        samples_L = self.below[end] - self.below[lower]
+        mean_L = (self.tokens_below[end] - self.tokens_below[lower]) / samples_L
+        rows_L = self.limits.rows(mean_L)
+        place_L = np.searchsorted(self.row_counts, rows_L, "right") - 1
+        return samples_L / self.row_counts[place_L] * self.drawn_LK[np.arange(upper), place_L], rows_L
+
+    def packing(self, upper: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cost and rows where a batch ends as soon as one more row would break a limit.
+
+        Batches of row_counts[sure] rows are certain; each larger count k needs all its rows within reach[k]. What opens a
+        batch is F with the weight 1 plus, for each k that some batch failed to grow to, F beyond reach[k]: solved from the
+        largest k down, since a batch that opens beyond reach[k] can only fail below k. Weights are not normalised; the
+        quotient of cost and rows does not need it.
+        """
+        end = self.splits[upper]
+        base_L = self.below[self.splits[:upper]]
+        samples_L = self.below[end] - base_L
+        sure = int((self.reach >= end).sum()) - 1
+        within_LK = np.maximum(self.below[self.reach[sure + 1 :]] - base_L[:, None], 0) / samples_L[:, None]
+        likely = (within_LK ** (self.row_counts[sure + 1 :] - 1)).max(axis=0, initial=0.0) >= NEGLIGIBLE
+        larger = int(np.argmin(np.append(likely, False)))
+        within_LK = within_LK[:, :larger]
+        gap_K = np.diff(self.row_counts[sure : sure + larger + 1])
+        stop_LK = np.ones((upper, larger + 1))
+        stop_LK[:, :-1] -= within_LK**gap_K
+
+        tails_L, tail_below_L = np.zeros(upper), np.zeros(upper)
+        batches_L, rows_L, cost_L = np.ones(upper), np.zeros(upper), np.zeros(upper)
+        for column in reversed(range(larger)):
+            k = sure + 1 + column
+            drawn_LK, one_fewer_LK = self.at_reach[k]
+            some = slice(len(drawn_LK))
+            within_L = np.maximum(within_LK[some, column], TINY)
+            power_LK = np.exp(np.log(within_L)[:, None] * self.row_counts[sure : k + 1])
+            plain_L, tail_L = 1 + tails_L[some], tail_below_L[some] / within_L
+            cost_LK = power_LK[:, -2:] * (plain_L[:, None] * drawn_LK[:, -2:] - tail_L[:, None] * one_fewer_LK[:, -2:])
+            cost_L[some] += cost_LK[:, 1] - (1 - stop_LK[some, column]) * cost_LK[:, 0]
+            opener_L = plain_L - tail_L
+            rows_L[some] += gap_K[column] * opener_L * power_LK[:, -1]
+
+            weight_L = opener_L * power_LK[:, -2] * _mean_power(within_L, gap_K[column])
+            missing_LK = power_LK[:, :-1] * (drawn_LK[:, sure:k] - one_fewer_LK[:, sure:k])
+            missing_LK[:, :-1] *= stop_LK[some, :column]
+            cost_L[some] -= weight_L * missing_LK.sum(axis=1)
+            tails_L[some] += weight_L
+            tail_below_L[some] += weight_L * within_LK[some, column]
+            batches_L[some] += weight_L * (1 - within_LK[some, column])
+
+        rows_L += self.row_counts[sure] * batches_L
+        cost_L += (1 + tails_L) * self.drawn_LK[:upper, sure] - tail_below_L * self.one_fewer_LK[:upper, sure]
+        return self._one_batch(upper, samples_L, samples_L * cost_L / rows_L, rows_L / batches_L)
+
+    def _one_batch(self, upper: int, samples_L: np.ndarray, cost_L: np.ndarray, rows_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A bucket that surely fits into one batch is that batch: its longest sample is known."""
+        longest = self.padded[self.splits[upper] - 1]
+        single_L = samples_L <= self.limits.rows(longest)
+        return np.where(single_L, self.batch_cost(samples_L, longest), cost_L), np.where(single_L, samples_L, rows_L)
+
+
+def _mean_power(base_L: np.ndarray, terms: int) -> np.ndarray:
+    """1 + base + base^2 + ..., so many terms."""
+    return np.ones_like(base_L) if terms == 1 else (base_L[:, None] ** np.arange(terms)).sum(axis=1)
