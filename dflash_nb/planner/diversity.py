@@ -61,35 +61,25 @@ class Estimate(float):
 
 
 def repeated_mates(plan_a: Batches, plan_b: Batches) -> Estimate:
-    """Share of the mate pairs of ``plan_a`` that are mates in ``plan_b`` again, over all pairs. Noise: standard error over batches.
-
-    Samples that share a batch in both plans share a pair of batch numbers; a group of c such samples is c (c - 1) / 2 pairs.
-    """
-    rows_a, rows_b = np.diff(plan_a.offsets), np.diff(plan_b.offsets)
-    pairs = _pairs(rows_a)
-    if not pairs.sum():
-        return Estimate(0.0, 0.0)
-    batch_b = np.full(1 + max(plan_a.sample_ids.max(), plan_b.sample_ids.max(initial=0)), -1, dtype=np.int64)
-    batch_b[plan_b.sample_ids] = np.repeat(np.arange(len(rows_b)), rows_b)
-    batch_a, batch_b = np.repeat(np.arange(len(rows_a)), rows_a), batch_b[plan_a.sample_ids]
-    both = batch_b >= 0
-    groups, sizes = _run_lengths(np.sort(batch_a[both] << 32 | batch_b[both]))
-    again = np.bincount(groups >> 32, weights=_pairs(sizes), minlength=len(rows_a))
-    return _ratio(again, pairs)
+    """Share of the mate pairs of ``plan_a`` that are mates in ``plan_b`` again, over all pairs. Noise: standard error over batches."""
+    pairs = _pairs(np.diff(plan_a.offsets))
+    return _ratio(_met_again(plan_a, *_batch_numbers(plan_a, plan_b)), pairs) if pairs.sum() else Estimate(0.0, 0.0)
 
 
 def possible_mates(plan_a: Batches, plan_b: Batches) -> Estimate:
-    """How many samples a sample can meet: its mates in ``plan_a`` over the share of them that it meets again in ``plan_b``.
+    """How many samples a sample can meet, judged by how many it meets again. Noise: standard error over batches.
 
-    If mates are drawn evenly from a circle of S others, a mate of one epoch is met again with probability mates / S; so this is
-    the size of the circle: the whole data for random batches, the batch itself for sorted ones. Infinite when no pair met again.
+    A sample with m mates in one plan and m' in the other, drawn evenly from a circle of S others, meets m m' / S again; so S is the sum
+    of m m' over the sum of what was met again: the whole data for random batches, a bucket for bucketed ones, the batch itself
+    for sorted ones, a harmonic mean where circles differ. Infinite when no pair met again.
     """
-    rows = np.diff(plan_a.offsets)
-    mates = float((rows * (rows - 1)).sum() / max(1, rows.sum()))
-    again = repeated_mates(plan_a, plan_b)
-    if not again:
-        return Estimate(np.inf if mates else 0.0, np.nan if mates else 0.0)
-    return Estimate(mates / again, mates / again * again.noise / again)
+    batch_a, batch_b = _batch_numbers(plan_a, plan_b)
+    mates_a, mates_b = np.diff(plan_a.offsets)[batch_a] - 1, np.diff(plan_b.offsets)[batch_b] - 1
+    chances = np.bincount(batch_a, weights=np.where(batch_b >= 0, mates_a * mates_b, 0), minlength=len(plan_a.offsets) - 1)
+    again = 2 * _met_again(plan_a, batch_a, batch_b)
+    if not again.sum():
+        return Estimate(np.inf, np.nan) if chances.sum() else Estimate(0.0, 0.0)
+    return _ratio(chances, again)
 
 
 def window_w1(plan: Batches, lengths: np.ndarray, window: int = 8) -> Estimate:
@@ -155,6 +145,21 @@ def mixing_report(plan: Batches, lengths: np.ndarray, next_plan: Batches | None 
         "chance_run": chance_run(plan),
         "spread": within_batch_spread(plan, lengths),
     }
+
+
+def _batch_numbers(plan_a: Batches, plan_b: Batches) -> tuple[np.ndarray, np.ndarray]:
+    """For each sample of ``plan_a``, in its order: the number of its batch there, and in ``plan_b`` or -1."""
+    rows_a, rows_b = np.diff(plan_a.offsets), np.diff(plan_b.offsets)
+    batch_b = np.full(1 + max(plan_a.sample_ids.max(initial=0), plan_b.sample_ids.max(initial=0)), -1, dtype=np.int64)
+    batch_b[plan_b.sample_ids] = np.repeat(np.arange(len(rows_b)), rows_b)
+    return np.repeat(np.arange(len(rows_a)), rows_a), batch_b[plan_a.sample_ids]
+
+
+def _met_again(plan_a: Batches, batch_a: np.ndarray, batch_b: np.ndarray) -> np.ndarray:
+    """Pairs of each batch of ``plan_a`` that share a batch again: c samples with the same two batch numbers are c (c - 1) / 2 pairs."""
+    both = batch_b >= 0
+    groups, sizes = _run_lengths(np.sort(batch_a[both] << 32 | batch_b[both]))
+    return np.bincount(groups >> 32, weights=_pairs(sizes), minlength=len(plan_a.offsets) - 1)
 
 
 def _pairs(sizes: np.ndarray) -> np.ndarray:

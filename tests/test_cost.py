@@ -1,0 +1,69 @@
+"""The cost model: terms, JSON, and the reference run's speeds that the assumed coefficients come from."""
+
+import numpy as np
+import pytest
+
+from dflash_nb.data.lengths import read_histogram
+from dflash_nb.planner.batches import plan_epoch
+from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES, optimize_buckets
+from dflash_nb.planner.cost import CostModel
+
+
+def test_terms_add_up_and_shapes_broadcast():
+    cost = CostModel(target=(1, 2, 3), transfer=(4, 5), drafter=(6, 7, 8, 9), slots_per_row=10, target_workers=2)
+    assert cost.target_seconds(2, 5) == 1 + 2 * 10 + 3 * 10 * 5
+    assert cost.transfer_seconds(10) == 4 + 5 * 10
+    assert cost.drafter_seconds(2, 20, 5) == 6 + 7 * 2 + 8 * 20 + 9 * 20 * 5
+    assert cost.batch_seconds(2, 5, "target") == cost.target_seconds(2, 5) / 2
+    assert cost.batch_seconds(2, 5) == cost.batch_seconds(2, 5, "drafter") == cost.drafter_seconds(2, 20, 5)
+    assert cost.batch_seconds(np.array([[1], [2]]), np.array([3, 4, 5])).shape == (2, 3)
+    with pytest.raises(ValueError, match="target, transfer, drafter"):
+        cost.batch_seconds(1, 1, "loss")
+
+
+def test_int32_shapes_do_not_overflow():
+    rows, padded = np.array([64], dtype=np.int32), np.array([131_072], dtype=np.int32)
+    assert CostModel().target_seconds(rows, padded) == pytest.approx(CostModel().target_seconds(64.0, 131_072.0))
+
+
+@pytest.mark.parametrize(("strategy", "speed"), [("sorted", 32_000), ("bucketed", 25_100), ("random", 12_000)])
+def test_the_assumed_model_gives_the_reference_runs_speeds(strategy, speed):
+    lengths = read_histogram("reference").expand(0)
+    plan = plan_epoch(lengths, strategy, REFERENCE_BOUNDARIES)
+    assert CostModel().source == "assumed"
+    seconds = CostModel().plan_seconds(plan, lengths)
+    assert seconds["pipeline"] == seconds["target"]
+    assert lengths.sum() / seconds["pipeline"] == pytest.approx(speed, rel=0.01)
+
+
+def test_a_packed_row_attends_inside_its_documents():
+    lengths = np.array([100, 300, 500, 100])
+    cost = CostModel(target=(0, 0, 1), target_workers=1, drafter=(0, 1, 0, 0), transfer=(0, 1))
+    plan = plan_epoch(lengths, "packed", token_budget=1000)
+    assert cost.plan_batch_seconds(plan, lengths, "target") == pytest.approx([100**2 + 300**2 + 500**2 + 100**2])
+    assert cost.plan_batch_seconds(plan, lengths, "drafter") == pytest.approx([4])
+    assert cost.plan_batch_seconds(plan, lengths, "transfer") == pytest.approx([1000])
+    assert cost.plan_batch_seconds(plan, lengths) == pytest.approx([360_000])
+
+
+def test_the_plans_slots_come_before_the_models():
+    lengths = np.full(4, 100)
+    plan = plan_epoch(lengths, "random", slots_per_row=7)
+    assert CostModel(drafter=(0, 0, 1, 0)).plan_batch_seconds(plan, lengths, "drafter") == pytest.approx([28])
+
+
+def test_it_is_a_cost_for_cuts_by_time():
+    cuts = optimize_buckets(read_histogram("reference"), 6, objective="time", cost=CostModel())
+    assert len(cuts.boundaries) == 7 and cuts.objective == "time"
+
+
+def test_json_round_trip_and_refusals(tmp_path):
+    cost = CostModel(target=(0.1, 0.2, 0.3), source="measured on a test", belongs_to={"target": "sample"})
+    cost.save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json") == cost
+    (tmp_path / "other.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match=r"other\.json: not a cost model"):
+        CostModel.load(tmp_path / "other.json")
+    for wrong in ({"target": (1, 2)}, {"drafter": (1, 2, 3, -1)}, {"memory": (1, 2, float("nan"))}, {"target_workers": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            CostModel(**wrong)

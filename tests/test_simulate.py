@@ -1,0 +1,79 @@
+"""The table of strategies, the worst batches, and the check of cover, on the real planner."""
+
+import numpy as np
+import pytest
+
+from dflash_nb.data.lengths import LengthHistogram
+from dflash_nb.planner.batches import plan_epoch
+from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES
+from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.diversity import repeated_mates
+from dflash_nb.planner.simulate import coverage_check, probe_order, random_batch_waste, simulate, worst_batches
+
+LENGTHS = np.random.default_rng(0).integers(65, 8192, 4000)
+
+
+def test_a_row_is_what_the_planner_does():
+    table = simulate(LENGTHS, ["random", "bucketed"], seeds=(0, 3), epochs=(0, 1, 2), boundaries=REFERENCE_BOUNDARIES, token_budget=20_000)
+    assert [(row["strategy"], row["seed"], row["epoch"]) for row in table] == [
+        (strategy, seed, epoch) for strategy in ("random", "bucketed") for seed in (0, 3) for epoch in (0, 1)
+    ]
+    plans = [plan_epoch(LENGTHS, "bucketed", REFERENCE_BOUNDARIES, token_budget=20_000, seed=3, epoch=epoch) for epoch in (1, 2)]
+    row = table[-1]
+    assert row["efficiency"] == plans[0].efficiency and row["fill"] == plans[0].fill and row["batches"] == len(plans[0])
+    assert row["repeated_mates"] == repeated_mates(*plans) and row["repeated_mates_noise"] == repeated_mates(*plans).noise
+    assert row["seconds"] == CostModel().plan_seconds(plans[0], LENGTHS)["pipeline"]
+    assert row["tokens_per_second"] == LENGTHS.sum() / row["seconds"] and row["cost"] == "assumed"
+    assert row["excluded"] == {} and row["samples"] == 4000
+
+
+def test_named_variants_of_one_strategy():
+    table = simulate(
+        LENGTHS, {"small pools": {"strategy": "pooled", "pool_size": 64}, "large pools": {"strategy": "pooled", "pool_size": 2000}}
+    )
+    assert [row["strategy"] for row in table] == ["small pools", "large pools"]
+    assert table[0]["efficiency"] < table[1]["efficiency"] and table[0]["repeated_mates"] < table[1]["repeated_mates"]
+
+
+def test_one_epoch_has_nothing_to_compare_with():
+    with pytest.raises(ValueError, match="at least two epochs"):
+        simulate(LENGTHS, ["random"], epochs=(0,))
+
+
+def test_worst_batches_by_tokens_memory_and_slots():
+    plan = plan_epoch(LENGTHS, "bucketed", REFERENCE_BOUNDARIES)
+    cost = CostModel(memory=(0, 1, 0), slots_per_row=100)
+    worst = worst_batches(plan, LENGTHS, k=2, cost=cost)
+    assert [row["by"] for row in worst] == ["tokens", "tokens", "memory", "memory", "slots", "slots"]
+    assert worst[0]["tokens"] == plan.padded_tokens.max() == worst[2]["memory_bytes"]
+    assert worst[4]["slots"] == 100 * plan.rows.max() and worst[4]["rows"] == plan.rows.max()
+    assert worst[0]["padded_length"] == LENGTHS[worst[0]["sample_ids"]].max()
+    assert worst[0]["shortest"] == LENGTHS[worst[0]["sample_ids"]].min()
+
+
+def test_the_worst_batch_of_every_bucket_is_probed_largest_first_icefall():
+    plan = plan_epoch(LENGTHS, "bucketed", REFERENCE_BOUNDARIES)
+    memory = CostModel().memory_bytes(plan.rows, plan.padded_lengths)
+    probes = probe_order(plan)
+    assert np.array_equal(np.sort(plan.bucket_ids[probes]), np.unique(plan.bucket_ids))
+    assert (np.diff(memory[probes]) <= 0).all()
+    for probe in probes:
+        assert memory[probe] == memory[plan.bucket_ids == plan.bucket_ids[probe]].max()
+
+
+def test_waste_of_random_batches_is_the_expected_longest():
+    lengths = np.random.default_rng(1).integers(1, 1000, 5000)
+    table = random_batch_waste(LengthHistogram.from_lengths(lengths), [1, 2, 16])
+    assert table[0] == {"batch_size": 1, "waste": pytest.approx(0.0, abs=1e-12)}
+    drawn = np.random.default_rng(2).choice(lengths, (40_000, 16)).max(axis=1).mean()
+    assert table[2]["waste"] == pytest.approx(1 - lengths.mean() / drawn, abs=0.002)
+    assert [row["waste"] for row in random_batch_waste(LengthHistogram.from_lengths(np.array([7, 7])))] == pytest.approx([0.0] * 64)
+
+
+def test_the_cover_line_counts_from_the_arrays():
+    plan = plan_epoch(np.array([100] * 10 + [9000]), "random", max_length=500, too_long="drop", n_supervised=np.array([0] + [1] * 10))
+    line = coverage_check(plan, np.array([100] * 10 + [9000]))
+    assert line.startswith("OK: 9 of 11 samples once, 0 more than once, 0 lost, 1 left out as too_long, 1 left out as unsupervised;")
+    broken = plan_epoch(np.full(10, 100), "random")
+    broken.sample_ids[0] = broken.sample_ids[1]
+    assert coverage_check(broken, np.full(10, 100)).startswith("WRONG: 8 of 10 samples once, 1 more than once, 1 lost;")
