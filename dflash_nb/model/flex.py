@@ -2,7 +2,8 @@
 
 Queries are all slots, keys are all context tokens followed by all slots. The kernel visits only tiles of 128 x 128 in which some slot
 sees some key; tiles that are visible throughout skip the mask. The tile map is computed from each slot's interval of visible
-tokens, so no A*B x (N + A*B) mask is ever built, and one compiled kernel with dynamic shapes serves every batch.
+tokens, so no A*B x (N + A*B) mask is ever built. Tokens and blocks are padded to powers of two, which costs next to nothing because
+nothing looks at the padding, and leaves a handful of shapes to compile for however ragged the batches are.
 On a CPU this is checked against `attention`, forward only, because torch has no FlexAttention backward there.
 """
 
@@ -22,42 +23,50 @@ def is_usable(device: torch.device) -> bool:
 
 @functools.cache
 def _compiled():
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def flex_block_attention(query_ABHD, context_key_NGD, context_value_NGD, block_key_ABGD, block_value_ABGD, layout, mask) -> torch.Tensor:
     """As `attention.block_attention`."""
-    joined = ([context_key_NGD, block_key_ABGD.flatten(0, 1)], [context_value_NGD, block_value_ABGD.flatten(0, 1)])
-    key, value = (torch.cat(parts).transpose(0, 1)[None] for parts in joined)
-    block_mask = layout.tile_masks.get(mask)
-    if block_mask is None:
-        block_mask = layout.tile_masks[mask] = tile_mask(layout, mask, context_key_NGD.shape[0])
-    query = query_ABHD.flatten(0, 1).transpose(0, 1)[None]
+    blocks = len(layout.position_A)
+    more_tokens, more_blocks = (_power_of_two(n) - n for n in (context_key_NGD.shape[0], blocks))
+
+    def join(context_NGD, block_ABGD):
+        parts = (
+            F.pad(context_NGD, (0, 0, 0, 0, 0, more_tokens)),
+            F.pad(block_ABGD.flatten(0, 1), (0, 0, 0, 0, 0, more_blocks * layout.block_size)),
+        )
+        return torch.cat(parts).transpose(0, 1)[None].to(query_ABHD.dtype)
+
+    if mask not in layout.tile_masks:
+        start_A, position_A = (F.pad(tensor, (0, more_blocks)) for tensor in (layout.start_A, layout.position_A))
+        layout.tile_masks[mask] = tile_mask(start_A, position_A, layout.block_size, mask, context_key_NGD.shape[0] + more_tokens)
+    query = F.pad(query_ABHD, (0, 0, 0, 0, 0, 0, 0, more_blocks)).flatten(0, 1).transpose(0, 1)[None]
     call = _compiled() if query.device.type == "cuda" else flex_attention
-    mixed = call(query, key.to(query.dtype), value.to(query.dtype), block_mask=block_mask, enable_gqa=True)
-    return mixed[0].transpose(0, 1).reshape(query_ABHD.shape)
+    keys, values = join(context_key_NGD, block_key_ABGD), join(context_value_NGD, block_value_ABGD)
+    mixed = call(query, keys, values, block_mask=layout.tile_masks[mask], enable_gqa=True)
+    return mixed[0].transpose(0, 1).unflatten(0, (-1, layout.block_size))[:blocks]
 
 
-def tile_mask(layout, mask, context: int) -> BlockMask:
-    """Tiles that hold a visible pair, and those visible throughout, for `context` tokens followed by the slots."""
-    device, slots = layout.position_A.device, layout.block_size
-    start_A, anchor_A, window = layout.start_A, layout.position_A, mask.window
+def tile_mask(start_A: torch.Tensor, position_A: torch.Tensor, slots: int, mask, context: int) -> BlockMask:
+    """Tiles that hold a visible pair, and those visible throughout, for `context` tokens followed by the slots of all blocks."""
+    device, window = position_A.device, mask.window
     inside_BB = mask.inside_block(slots, device)
 
     def visible(batch, head, query, key):
         block, slot, token = query // slots, query % slots, key - start_A[query // slots]
-        seen = (key < context) & (token >= 0) & (token < anchor_A[block])
+        seen = (key < context) & (token >= 0) & (token < position_A[block])
         if window is not None:
-            seen = seen & (token > anchor_A[block] + slot - window)
+            seen = seen & (token > position_A[block] + slot - window)
         own = (key >= context) & ((key - context) // slots == block)
         return seen | (own & inside_BB[slot, (key - context) % slots])
 
-    queries = len(anchor_A) * slots
+    queries = len(position_A) * slots
     query_Q = torch.arange(queries, device=device)
     block_Q = query_Q // slots
-    first_Q, last_Q = start_A[block_Q], (start_A + anchor_A)[block_Q]
+    first_Q, last_Q = start_A[block_Q], (start_A + position_A)[block_Q]
     if window is not None:
-        first_Q = first_Q + (anchor_A[block_Q] + query_Q % slots - window + 1).clamp(min=0)
+        first_Q = first_Q + (position_A[block_Q] + query_Q % slots - window + 1).clamp(min=0)
     keys = context + queries
     edge_K = torch.arange(0, keys, TILE, device=device)
     own_Q = context + block_Q * slots
@@ -69,6 +78,10 @@ def tile_mask(layout, mask, context: int) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_ordered(meets & ~holds), *_ordered(holds), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(queries, keys)
     )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
