@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.home import asset, cache_dir
 
 FORMAT = 1
@@ -211,13 +212,12 @@ def write_sample(folder: Path, functions: list[Function], tokenizer_folder: Path
         ids = [np.concatenate([prompts[i], bodies[i], np.array([end_id], np.int32)]) for i in keep]
         n_supervised = np.array([len(bodies[i]) + 1 for i in keep], np.int32)
         _write_split(folder / split / "data-00000.arrow", ids, n_supervised, [chosen[i].module for i in keep])
-    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
     about = {
         "format": FORMAT,
         "tokenizer": {
             "name": "sample",
-            "fingerprint": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16],
-            "vocab_size": len(vocabulary),
+            "fingerprint": vocabulary_fingerprint(tokenizer.get_vocab()),
+            "vocab_size": tokenizer.get_vocab_size(),
         },
         "source": f"functions and methods of the standard library of Python {platform.python_version()}",
         "rows": rows,

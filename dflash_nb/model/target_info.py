@@ -6,7 +6,6 @@ ours beside a target that names its mask token: ``{"mask_token_id": 17}``.
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.home import asset, cache_dir, user_path
 
 GROWING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -281,7 +281,7 @@ def _parse_tokenizer(file: Path, changed_ns: int) -> _Tokenizer:
     mask = mask.get("content") if isinstance(mask, dict) else mask
     return _Tokenizer(
         size=max(ids.values()) + 1 if ids else None,
-        fingerprint=hashlib.sha256(json.dumps(sorted(ids.items()), ensure_ascii=True).encode()).hexdigest()[:16],
+        fingerprint=vocabulary_fingerprint(ids),
         mask_token_id=ids.get(mask) if mask else None,
     )
 
