@@ -170,6 +170,27 @@ def test_lengths_start_without_torch_transformers_and_pandas(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+@pytest.mark.parametrize(
+    ("columns", "compression"), [(["input_ids", "seq_len"], "snappy"), (["input_ids"], "snappy"), (["input_ids"], "lz4")]
+)
+def test_lengths_of_a_wide_parquet_file_take_little_memory(tmp_path, columns, compression):
+    """100 MB of tokens in one row group, with and without a length column, by levels (snappy) and by decoding (lz4)."""
+    rows, tokens = 49_152, np.random.default_rng(0).integers(0, 50_000, 512 * 49_152, np.int32)
+    lists = pa.ListArray.from_arrays(np.arange(rows + 1, dtype=np.int32) * 512, tokens)
+    table = pa.table({"input_ids": lists, "seq_len": pa.array([512] * rows, pa.int32())}).select(columns)
+    pq.write_table(table, tmp_path / "wide.parquet", compression=compression)
+    code = (
+        "from dflash_nb.data.lengths import read_lengths\n"
+        "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
+        f"before = peak(); n = read_lengths({str(tmp_path / 'wide.parquet')!r}).sum(); print(n, peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    counted, growth_mb = done.stdout.split()
+    assert int(counted) == 512 * rows
+    assert float(growth_mb) < 130  # decoded at once the column alone takes 100, and its pages another 50
+
+
 samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 
 

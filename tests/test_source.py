@@ -101,11 +101,21 @@ def test_prepared_dataset(tmp_path):
         find_source(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["dataset.json", "dataset_dict.json", "state.json"])
+def test_a_broken_description_is_named(tmp_path, name):
+    (tmp_path / name).write_text('{"format": 1')
+    with pytest.raises(DatasetError, match=rf"{name} is no valid JSON"):
+        find_source(tmp_path)
+
+
 def test_bad_folders_are_named(tmp_path):
     with pytest.raises(DatasetError, match=r"holds no .arrow or .parquet file"):
         find_source(tmp_path)
     write(tmp_path / "data" / "train.parquet", kind="parquet")
     with pytest.raises(DatasetError, match="its subfolders data do: name one of them"):
+        find_source(tmp_path)
+    (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(DatasetError, match=r"its \.jsonl files must be tokenised first: python -m dflash_nb\.data\.prepare"):
         find_source(tmp_path)
     write(tmp_path / "a.arrow")
     write(tmp_path / "a.parquet", kind="parquet")

@@ -59,7 +59,7 @@ def dataset_path(name: str | os.PathLike[str]) -> Path:
 
 
 def find_source(source: str | os.PathLike[str], split: str = "train") -> Source:
-    """Resolve a name, a path or a hub name to the files of one split.
+    """Resolve a name, a path or a hub name to the files of one split. ``./sample`` is a folder of that name, ``sample`` is not.
 
     Raises:
         FileNotFoundError: no such file or folder, and no hub dataset can be loaded.
@@ -164,7 +164,7 @@ def _only_train(path: Path, split: str, files: tuple[Path, ...]) -> tuple[Path, 
 
 
 def _prepared_source(path: Path, split: str) -> Source:
-    description = json.loads((path / "dataset.json").read_text())
+    description = _read_json(path / "dataset.json")
     if description.get("format") != 1:
         raise DatasetError(
             f"{path / 'dataset.json'} has format {description.get('format')!r}; this version reads format 1. Prepare it again."
@@ -176,7 +176,7 @@ def _prepared_source(path: Path, split: str) -> Source:
 
 def _split_source(path: Path, split: str) -> Source:
     """A ``DatasetDict`` as ``datasets`` saves it: one folder a split."""
-    names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    names = _read_json(path / "dataset_dict.json").get("splits", [])
     heldout = [name for name in HELDOUT_SPLITS if name in names]
     wanted = heldout[:1] if split == "heldout" else [name for name in names if name == "train"]
     if not wanted:
@@ -187,8 +187,8 @@ def _split_source(path: Path, split: str) -> Source:
 def _folder_files(folder: Path) -> tuple[Path, ...]:
     """Data files of a folder: in the order ``state.json`` gives for a saved ``datasets.Dataset``, else by name."""
     if (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text())
-        files = tuple(folder / entry["filename"] for entry in state["_data_files"])
+        state = _read_json(folder / "state.json")
+        files = tuple(folder / entry["filename"] for entry in state.get("_data_files", []))
         if missing := [p.name for p in files if not p.is_file()]:
             raise DatasetError(f"{folder}: state.json names {', '.join(missing)}, which is missing. Copy or save the dataset again.")
         if state.get("_indices_data_files"):
@@ -198,10 +198,19 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
     if not files:
         inside = sorted({p.parent.name for suffix in DATA_SUFFIXES for p in folder.glob(f"*/*{suffix}")})
         hint = f"; its subfolders {', '.join(inside)} do: name one of them" if inside else ""
+        if any(folder.glob("*.jsonl")):
+            hint = f"; its .jsonl files must be tokenised first: {PREPARE} {folder} OUT --tokenizer NAME"
         raise DatasetError(f"{folder} holds no .arrow or .parquet file{hint}.")
     if len({file_kind(p) == "parquet" for p in files}) > 1:
         raise DatasetError(f"{folder} holds Arrow and Parquet files side by side, perhaps the same rows twice. Keep one kind.")
     return files
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DatasetError(f"{path} is no valid JSON ({error}). Write the dataset again.") from None
 
 
 def _hub_source(name: str, split: str) -> Source:
