@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.home import asset, cache_dir
@@ -197,8 +198,6 @@ def ensure_sample(quiet: bool = False) -> Path:
 
 def write_sample(folder: Path, functions: list[Function], tokenizer_folder: Path) -> dict[str, int]:
     """Tokenise ``functions`` into a prepared dataset folder. Returns the rows of each split; longer than MAX_LENGTH is left out."""
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     end_id = tokenizer.token_to_id(END)
     rows, too_long = {}, 0
@@ -229,7 +228,7 @@ def write_sample(folder: Path, functions: list[Function], tokenizer_folder: Path
     return rows
 
 
-def _encode(tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
+def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
     return [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 

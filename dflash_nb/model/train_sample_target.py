@@ -7,14 +7,11 @@ from it and ends as the longer run would have.
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import itertools
 import json
 import math
 import platform
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from dflash_nb.data.dataset import TokenDataset
 from dflash_nb.data.sample import (
     END,
     MASK,
@@ -50,12 +47,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-TOKENS_PER_BATCH = 3072  # padded, in each process; a longer sample is a batch of its own
+TOKENS_PER_BATCH = 1536  # padded, in each process; a longer sample is a batch of its own
 PROMPT_WEIGHT = 0.3  # of a prompt token's loss against a body token's
 WARMUP_STEPS = 40
 DECAY_SHARE = 0.35
 SORT_WINDOW = 512
-CHECKPOINT_EVERY = 50
+CHECKPOINT_EVERY = 100
 
 
 def train_tokenizer(functions: list[Function]) -> Tokenizer:
@@ -97,16 +94,16 @@ def target_config(tokenizer: Tokenizer) -> Qwen3_5TextConfig:
     """Eight layers, LLLF LLLF. Two wide delta net heads run a third faster on a CPU than four narrow ones of the same size."""
     return Qwen3_5TextConfig(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=160,
-        intermediate_size=448,
+        hidden_size=128,
+        intermediate_size=384,
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=40,
+        head_dim=32,
         linear_num_key_heads=2,
         linear_key_head_dim=48,
         linear_num_value_heads=2,
-        linear_value_head_dim=80,
+        linear_value_head_dim=64,
         max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         tie_word_embeddings=True,
@@ -117,41 +114,31 @@ def target_config(tokenizer: Tokenizer) -> Qwen3_5TextConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """What decides the result. ``steps`` counts from the first step, also when resumed."""
+    """What decides the result, and whether to ``resume``. ``steps`` counts from the first step, also when resumed."""
 
     steps: int
     seed: int
     lr: float
-    bf16: bool
     workers: int
+    bf16: bool
     resume: bool
+
+    def command(self) -> str:
+        """The command that makes the same target in one go."""
+        words = f"--steps {self.steps} --seed {self.seed} --lr {self.lr} --workers {self.workers}"
+        return f"python -m dflash_nb.model.train_sample_target {words}{' --bf16' if self.bf16 else ''}"
 
 
 def checkpoint_path() -> Path:
+    """The last state of the flat part of the last run."""
     return cache_dir() / "train_sample_target" / "flat.pt"
 
 
-class Rows:
-    """A split of the prepared dataset in memory."""
-
-    def __init__(self, path: Path):
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().combine_chunks()
-        column = table["input_ids"].chunk(0)
-        self.ids = column.values.to_numpy()
-        self.offsets = column.offsets.to_numpy()
-        self.lengths = np.diff(self.offsets)
-        self.n_supervised = table["n_supervised"].to_numpy()
-
-    def batch(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Right-padded ``ids [B, T]``, ``real [B, T]`` and ``supervised [B, T]``."""
-        width = int(self.lengths[rows].max())
-        ids = np.zeros((len(rows), width), np.int64)
-        for line, row in zip(ids, rows, strict=True):
-            line[: self.lengths[row]] = self.ids[self.offsets[row] : self.offsets[row + 1]]
-        position = np.arange(width)
-        real = position < self.lengths[rows][:, None]
-        supervised = real & (position >= (self.lengths - self.n_supervised)[rows][:, None])
-        return torch.from_numpy(ids), torch.from_numpy(real), torch.from_numpy(supervised)
+def read_batch(dataset: TokenDataset, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Right-padded ``ids [B, T]``, ``real [B, T]`` and ``supervised [B, T]``."""
+    batch = dataset.collate(rows, int(dataset.lengths[rows].max()))
+    real_BT = torch.arange(batch.padded_length) < torch.from_numpy(batch.lengths_B)[:, None]
+    return torch.from_numpy(batch.input_ids_BT).long(), real_BT, torch.from_numpy(batch.loss_mask_BT)
 
 
 def length_batches(lengths: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
@@ -186,13 +173,13 @@ def token_losses(model: Qwen3_5ForCausalLM, ids_BT: torch.Tensor, real_BT: torch
 
 
 @torch.no_grad()
-def heldout_loss(model: Qwen3_5ForCausalLM, rows: Rows, tokenizer: Tokenizer) -> dict[str, float]:
+def heldout_loss(model: Qwen3_5ForCausalLM, dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, float]:
     """Mean nats a supervised token over a split, in float32, and bits a byte of the supervised text (the end tokens' nats included)."""
     model.eval()
     nats = tokens = text_bytes = 0
-    order = np.argsort(rows.lengths, kind="stable")
+    order = np.argsort(dataset.lengths, kind="stable")
     for chosen in np.array_split(order, max(1, len(order) // 16)):
-        ids_BT, real_BT, supervised_BT = rows.batch(chosen)
+        ids_BT, real_BT, supervised_BT = read_batch(dataset, chosen)
         nats += float(token_losses(model, ids_BT, real_BT, bf16=False)[supervised_BT[:, 1:]].sum(dtype=torch.float64))
         tokens += int(supervised_BT.sum())
         bodies = [ids[mask].tolist() for ids, mask in zip(ids_BT, supervised_BT, strict=True)]
@@ -201,7 +188,7 @@ def heldout_loss(model: Qwen3_5ForCausalLM, rows: Rows, tokenizer: Tokenizer) ->
     return {
         "heldout_loss_nats_per_token": nats / tokens,
         "heldout_bits_per_byte": nats / math.log(2) / text_bytes,
-        "heldout_functions": len(rows.lengths),
+        "heldout_functions": len(dataset),
         "heldout_supervised_tokens": tokens,
     }
 
@@ -249,15 +236,15 @@ def train(rank: int, run: Run, data: Path, out: Path) -> None:
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         first = saved["step"]
-    rows = Rows(data / "train" / "data-00000.arrow")
-    batches = itertools.islice(endless_batches(rows.lengths, run.seed), first * run.workers + rank, None, run.workers)
+    dataset = TokenDataset.open(data, "train")
+    batches = itertools.islice(endless_batches(dataset.lengths, run.seed), first * run.workers + rank, None, run.workers)
     started, tokens = time.perf_counter(), 0
     for step in range(first, run.steps):
         if rank == 0 and step % CHECKPOINT_EVERY == 0 and step <= first_decay_step(run.steps):
             with write_aside(checkpoint_path()) as aside:
                 states = [optimizer.state_dict() for optimizer in optimizers]
                 torch.save({"model": model.state_dict(), "optimizers": states, "step": step}, aside)
-        ids_BT, real_BT, supervised_BT = rows.batch(next(batches))
+        ids_BT, real_BT, supervised_BT = read_batch(dataset, next(batches))
         losses = token_losses(model, ids_BT, real_BT, run.bf16)
         supervised, prompt = supervised_BT[:, 1:], real_BT[:, 1:] & ~supervised_BT[:, 1:]
         weight = supervised + PROMPT_WEIGHT * prompt
@@ -286,7 +273,7 @@ def save_target(model: Qwen3_5ForCausalLM, folder: Path) -> None:
     """Write ``config.json`` and ``model.safetensors`` in bfloat16, the tied head once."""
     weights = {name: value.detach().bfloat16().contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"}
     with write_aside(folder / "model.safetensors") as aside:
-        save_file(weights, aside, metadata={"format": "pt"})
+        aside.write_bytes(save(weights, metadata={"format": "pt"}))
     _write_json(folder / "config.json", model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"})
 
 
@@ -295,8 +282,7 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
         aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_nb.model.train_sample_target", description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
@@ -305,9 +291,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bf16", action="store_true", help="multiply in bfloat16: 1.7 times as fast on a CPU with AVX-512 BF16")
     parser.add_argument("--resume", action="store_true", help="go on from the flat part of the last run")
     parser.add_argument("--out", type=user_path, default=sample_target_path())
-    options = parser.parse_args(arguments)
-    out = options.out
-    run = Run(options.steps, options.seed, options.lr, options.bf16, options.workers, options.resume)
+    options = vars(parser.parse_args())
+    out = options.pop("out")
+    run = Run(**options)
     started = time.perf_counter()
     functions = read_functions()
     save_tokenizer(train_tokenizer([function for function in functions if not is_heldout(function.module)]), out)
@@ -318,10 +304,12 @@ def main(arguments: list[str] | None = None) -> None:
         seconds = time.perf_counter() - started
         model = Qwen3_5ForCausalLM.from_pretrained(out, dtype=torch.float32)
         tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-        measured = heldout_loss(model, Rows(data / "heldout" / "data-00000.arrow"), tokenizer)
+        measured = heldout_loss(model, TokenDataset.open(data, "heldout"), tokenizer)
     about = {
-        "command": shlex.join(["python", "-m", "dflash_nb.model.train_sample_target", *arguments]),
-        **dataclasses.asdict(run),
+        "command": run.command(),
+        "seed": run.seed,
+        "steps": run.steps,
+        "tokens_per_step": run.workers * TOKENS_PER_BATCH,
         "seconds": round(seconds),
         "train_functions": rows["train"],
         **measured,
