@@ -168,11 +168,12 @@ def test_missing_columns_say_how_to_prepare(tmp_path):
         (rows().set_column(1, "loss_mask", pa.array([[0.5]] * 150)), "'loss_mask' has type list<"),
         (rows().set_column(0, "input_ids", pa.array(["a"] * 150)), "'input_ids' has type string"),
         (rows().append_column("seq_len", pa.array(LENGTHS.astype(float))), "'seq_len' has type double"),
-        (rows([[1], None], [[1], [1]]), "'input_ids' holds nulls"),
-        (rows([[1], [1, None]], [[1], [1, 1]]), "'input_ids' holds nulls"),
-        (rows([[1], [1, 2]], [[1], [1, None]]), "'loss_mask' holds nulls"),
+        (rows([[1]] * 40 + [None], [[1]] * 41), "row 40 of column 'input_ids' holds a null"),
+        (rows([[1]] * 40 + [[1, None]], [[1]] * 40 + [[1, 1]]), "row 40 of column 'input_ids' holds a null"),
+        (rows([[1], [1, 2]], [[1], [1, None]]), "row 1 of column 'loss_mask' holds a null"),
         (rows([[1], [1, 2]], [[1], [1]]), "1 rows disagree; row 1 has 2 input_ids, but loss_mask says 1"),
         (rows([[1], [1, 2]], [[1], [1, 1]], seq_len=[1, 3]), "row 1 has 2 input_ids, but seq_len says 3. Write seq_len again or drop"),
+        (rows([[1], [1, 2]], [[1], [1, 1]], seq_len=[1, None]), "row 1 has 2 input_ids, but seq_len says null"),
     ],
 )
 def test_disagreeing_and_mistyped_columns(tmp_path, table, message):
