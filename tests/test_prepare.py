@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from dflash_nb.data.dataset import TokenDataset
 from dflash_nb.data.lengths import read_lengths
 from dflash_nb.data.prepare import main, prepare_chats
-from dflash_nb.data.source import DatasetError, read_schema
+from dflash_nb.data.source import DatasetError, read_batches, read_schema
 
 QUESTIONS = [{"question": f"What is {i} + 1?", "answer": f"It is {i + 1}."} for i in range(40)]
 
@@ -169,6 +169,24 @@ def test_bad_records_are_named_or_dropped(tmp_path, tokenizers):
     assert list(tmp_path.iterdir()) == [path]
     folder = prepare_chats(path, tmp_path / "out", str(tokenizers / "thinking"), heldout=0, bad_records="drop")
     assert (describe(folder)["bad_records"], describe(folder)["rows"]["train"]) == (1, 10)
+
+
+def test_a_source_field_becomes_a_column(tmp_path, tokenizers):
+    records = [{**record, "source": ("maths", "code")[i % 2]} for i, record in enumerate(QUESTIONS[:9])] + [QUESTIONS[9]]
+    folder = prepare_chats(write(tmp_path / "mixed.jsonl", records), tmp_path / "out", str(tokenizers / "chatml"), heldout=2)
+    train = [row for batch in read_batches(folder / "train" / "data-00000.arrow", ["source"]) for row in batch["source"].to_pylist()]
+    heldout = [row for batch in read_batches(folder / "heldout" / "data-00000.arrow", ["source"]) for row in batch["source"].to_pylist()]
+    assert train + heldout == [*(("maths", "code") * 5)[:9], "unknown"]
+
+
+def test_a_record_without_tokens_is_a_bad_one(tmp_path, tokenizers):
+    path = write(tmp_path / "empty.jsonl", [{"prompt": "", "completion": ""}, {"prompt": "a", "completion": "b"}])
+    bare = tiny.byte_tokenizer(None, eos=None)
+    bare.save_pretrained(tmp_path / "bare")
+    with pytest.raises(DatasetError, match=r"empty\.jsonl, line 1: it holds no token"):
+        prepare_chats(path, tmp_path / "out", str(tmp_path / "bare"), heldout=0)
+    folder = prepare_chats(path, tmp_path / "out", str(tmp_path / "bare"), heldout=0, bad_records="drop")
+    assert (describe(folder)["rows"]["train"], describe(folder)["bad_records"]) == (1, 1)
 
 
 def test_an_existing_folder_is_kept_unless_told(tmp_path, tokenizers, questions):

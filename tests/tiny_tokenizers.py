@@ -43,7 +43,9 @@ SPECIAL = [
 ]
 
 
-def byte_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>", adds_bos: bool = False, **options) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    template: str | None = CHATML, eos: str | None = "<|im_end|>", adds_bos: bool = False, **options
+) -> PreTrainedTokenizerFast:
     """256 byte tokens and a few special ones; ``<think>`` and ``<tool_call>`` are added but not special, as in Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from dflash_nb.data.chats import ChatError, Text, render_record
+from dflash_nb.data.chats import ChatError, render_record
 from dflash_nb.data.records import Record, count_records, read_records, record_files
 from dflash_nb.data.source import DatasetError
-from dflash_nb.data.vocabulary import vocabulary_fingerprint
-from dflash_nb.home import asset, cache_dir, user_path, write_aside
+from dflash_nb.data.tokenization import chat_renderer, describe_tokenizer, load_tokenizer, longest_input, special_tokens, tokenize
+from dflash_nb.home import user_path, write_aside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 CHUNK_RECORDS = 512
 SECONDS_BETWEEN_LINES = 5.0
 WARN_UNSUPERVISED_SHARE = 0.05
-NO_LIMIT = 10**9  # transformers writes 1e30 where a tokenizer names no longest input
 SCHEMA = pa.schema(
     {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "seq_len": pa.int32(), "n_supervised": pa.int32()}
 )
@@ -87,21 +86,21 @@ def prepare_chats(
     n_records = count_records(files)
     first_heldout = n_records - _heldout_records(heldout, n_records, files[0])
     loaded = load_tokenizer(tokenizer)
-    limit = max_length if max_length is not None else loaded.model_max_length if loaded.model_max_length < NO_LIMIT else None
+    limit = max_length or longest_input(loaded)
     print(f"{n_records:,} records of {user_path(source)}, tokenizer {tokenizer}, longest sample {limit or 'not limited'}", flush=True)
     if not loaded.chat_template:
         print("The tokenizer has no chat template: prompt and answer are joined as they are.", flush=True)
 
     counts = Counter()
     with write_aside(folder) as aside:
-        with _Writer(aside) as writer:
+        with _Writer(aside, with_source=isinstance(next(read_records(files)).content.get("source"), str)) as writer:
             for samples in _tokenized(read_records(files), n_records, loaded, bad_records, counts):
                 fitting = list(_fit(samples, limit, too_long, counts))
                 writer.write("train", [sample for sample in fitting if sample.record.index < first_heldout])
                 writer.write("heldout", [sample for sample in fitting if sample.record.index >= first_heldout])
         description = {
             "format": 1,
-            "tokenizer": _describe_tokenizer(tokenizer, loaded),
+            "tokenizer": describe_tokenizer(tokenizer, loaded),
             "source": str(user_path(source)),
             "rows": {split: count["rows"] for split, count in writer.counts.items()},
             "tokens": {split: count["tokens"] for split, count in writer.counts.items()},
@@ -122,73 +121,31 @@ def prepare_chats(
     return folder
 
 
-def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of ``sample``, ``smollm2``, a folder, or a Hugging Face name in the local cache.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        DatasetError: it is a slow tokenizer, which cannot say where in the text a token stands.
-    """
-    from transformers import AutoTokenizer
-
-    folder = {"sample": asset("sample_target"), "smollm2": cache_dir() / "smollm2"}.get(name, user_path(name))
-    if name == "smollm2" and not folder.is_dir():
-        raise FileNotFoundError(f"tokenizer 'smollm2': {folder} does not exist. Fetch it once with: make smollm2")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"tokenizer {name!r}: neither {folder} nor the local Hugging Face cache holds one. "
-            f"Name a folder with tokenizer.json, or download it first: hf download {name}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise DatasetError(f"tokenizer {name!r} has no tokenizer.json; a fast tokenizer is needed to find the supervised tokens.")
-    return tokenizer
-
-
-def tokenize(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[Text]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids int32 and loss mask uint8 of each text; a token is supervised if it begins in a supervised span.
-
-    A chat's template has written its special tokens; other text gets the tokenizer's begin token, if it uses one, and its end token.
-    """
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    begin = [i for i in backend.encode("", add_special_tokens=True).ids if i == tokenizer.bos_token_id]
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    for text, encoding in zip(texts, backend.encode_batch([text.text for text in texts], add_special_tokens=False), strict=True):
-        ids = np.array(encoding.ids, np.int32)
-        begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-        edges = np.array(text.spans, np.int64).ravel()
-        mask = (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)
-        if not text.is_chat:
-            ids = np.concatenate([begin, ids, end]).astype(np.int32)
-            mask = np.concatenate([np.zeros(len(begin)), mask, np.ones(len(end))]).astype(np.uint8)
-        yield ids, mask
-
-
 def _tokenized(
     records: Iterable[Record], n_records: int, tokenizer: "PreTrainedTokenizerFast", bad_records: str, counts: Counter
 ) -> Iterator[list[Sample]]:
     """Samples of a chunk of records at a time; prints a line now and then."""
-    special = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)}
+    render, special = chat_renderer(tokenizer), special_tokens(tokenizer)
 
-    def render(messages: list[dict], tools: list | None) -> str:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    def refuse(record: Record, reason: object) -> None:
+        counts["bad"] += 1
+        if bad_records == "error":
+            raise DatasetError(f"{record.place}: {reason}. Correct it, or leave such records out with --bad-records drop.")
 
     started = said = time.monotonic()
     records = iter(records)
     while chunk := list(islice(records, CHUNK_RECORDS)):
-        rendered = []
+        rendered, samples = [], []
         for record in chunk:
             try:
-                rendered.append((record, render_record(record.content, render if tokenizer.chat_template else None, sorted(special))))
+                rendered.append((record, render_record(record.content, render, special)))
             except ChatError as error:
-                counts["bad"] += 1
-                if bad_records == "error":
-                    raise DatasetError(f"{record.place}: {error}. Correct it, or leave such records out with --bad-records drop.") from None
-        encoded = tokenize(tokenizer, [text for _, text in rendered])
-        samples = [Sample(record, ids, mask) for (record, _), (ids, mask) in zip(rendered, encoded, strict=True)]
+                refuse(record, error)
+        for (record, _), (ids, mask) in zip(rendered, tokenize(tokenizer, [text for _, text in rendered]), strict=True):
+            if len(ids):
+                samples.append(Sample(record, ids, mask))
+            else:
+                refuse(record, "it holds no token")
         yield samples
         counts["tokens"] += sum(len(sample.ids) for sample in samples)
         done, now = chunk[-1].index + 1, time.monotonic()
@@ -209,15 +166,15 @@ def _fit(samples: list[Sample], limit: int | None, too_long: str, counts: Counte
             if too_long == "drop":
                 continue
             sample = replace(sample, ids=sample.ids[:limit], mask=sample.mask[:limit])
-        if len(sample.ids):
-            yield sample
+        yield sample
 
 
 class _Writer:
     """Splits of a dataset folder as Arrow files, and counts of what went into each."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, with_source: bool):
         self.folder = folder
+        self.schema = SCHEMA.append(pa.field("source", pa.string())) if with_source else SCHEMA
         self.files: dict[str, pa.ipc.RecordBatchFileWriter] = {}
         self.counts = {"train": Counter(), "heldout": Counter()}
 
@@ -233,13 +190,16 @@ class _Writer:
             return
         if split not in self.files:
             (self.folder / split).mkdir(parents=True)
-            self.files[split] = pa.ipc.new_file(self.folder / split / "data-00000.arrow", SCHEMA)
+            self.files[split] = pa.ipc.new_file(self.folder / split / "data-00000.arrow", self.schema)
         lengths = np.array([len(sample.ids) for sample in samples], np.int32)
         supervised = np.array([sample.mask.sum() for sample in samples], np.int32)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = pa.ListArray.from_arrays(offsets, np.concatenate([sample.ids for sample in samples]))
         masks = pa.ListArray.from_arrays(offsets, np.concatenate([sample.mask for sample in samples]))
-        self.files[split].write_batch(pa.record_batch([ids, masks, lengths, supervised], schema=SCHEMA))
+        columns = {"input_ids": ids, "loss_mask": masks, "seq_len": lengths, "n_supervised": supervised}
+        if "source" in self.schema.names:
+            columns["source"] = [str(sample.record.content.get("source", "unknown")) for sample in samples]
+        self.files[split].write_batch(pa.record_batch(columns, schema=self.schema))
         self.counts[split].update(
             rows=len(samples), tokens=int(lengths.sum()), supervised=int(supervised.sum()), unsupervised=int((supervised == 0).sum())
         )
@@ -281,12 +241,6 @@ def _check(splits: dict[str, Counter], counts: Counter, source: Path, wants_held
     return []
 
 
-def _describe_tokenizer(name: str, tokenizer: "PreTrainedTokenizerFast") -> dict:
-    ids = tokenizer.get_vocab()
-    special = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-    return {"name": name, "fingerprint": vocabulary_fingerprint(ids), "vocab_size": max(ids.values()) + 1, "special_ids": special}
-
-
 def _summary(description: dict) -> str:
     lines = []
     for split, rows in description["rows"].items():
@@ -302,7 +256,8 @@ def _summary(description: dict) -> str:
 
 
 def _number(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
