@@ -86,10 +86,10 @@ class TargetSession:
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` tokens of the block just tried."""
-        if self.can_cut:
-            self.cache.crop(count - len(self._tried))
-        else:
+        if not self.can_cut:
             self.pending += self._tried[:count]
+        elif rejected := len(self._tried) - count:
+            self.cache.crop(-rejected)
 
     def _settle(self) -> None:
         if self.pending:
