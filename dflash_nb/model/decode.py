@@ -4,10 +4,11 @@ Each target pass checks a whole drafted block and keeps its accepted prefix plus
 tokens per such pass, the bonus included. Greedy output equals plain greedy decoding token for token; sampled output follows the
 target's distribution by rejection sampling (Leviathan et al. 2023, arXiv 2211.17192).
 
-A rejected token must also leave the target's cache. Keys and values of attention layers are cut. A recurrent state cannot be cut:
-such a target runs each pass on a copy of its cache, from a state that lags behind by the accepted tokens of the last passes, which
-are run again together with the block. On an 8-layer hybrid of width 192 (2 cores) a pass over 8 tokens takes 7.0 ms and over 24
-tokens 8.6 ms, so this costs a fifth where a second pass over the accepted tokens would double the time.
+A rejected token must also leave the target's cache. Keys and values of attention layers are cut. A recurrent state cannot be cut, and
+the cache's own `crop` leaves it as it is (transformers 5.24; dflash 0.1.0 relies on it there and loses the greedy text). So such a
+target runs each pass on a copy of its cache, from a state that lags behind by the accepted tokens of the last passes, which are run
+again together with the block. On an 8-layer hybrid of width 192 (one core) a pass over 8 tokens takes 7.0 ms and over 24 tokens 8.6 ms,
+so this costs a fifth, where a second pass over the accepted tokens would double the time.
 
 Shapes: T tokens of a pass, D captured features, H hidden size, V vocabulary rows, B block size.
 """
