@@ -145,7 +145,6 @@ def test_the_loss_curve_does_not_depend_on_the_workers(made, whole, tmp_path, mo
 def test_no_thread_is_left_and_global_state_is_as_it_was(made, tmp_path):
     torch.set_num_threads(2)
     torch.manual_seed(5)
-    np.random.seed(5)
     before = set(threading.enumerate()), torch.get_rng_state(), torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     for _ in range(2):
         train(tiny_config(made["dataset"], made["target"], tmp_path, max_steps=2))

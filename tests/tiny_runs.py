@@ -1,5 +1,6 @@
 """A real dataset, a real target and a configuration so small that a training run takes about a second."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,8 @@ def write_dataset(folder: Path, train: int = 60, heldout: int = 12, seed: int = 
         (folder / split).mkdir(parents=True)
         with pa.ipc.new_file(folder / split / "data-00000.arrow", table.schema) as writer:
             writer.write_table(table)
-    about = '{"format": 1, "source": "tiny", "rows": {"train": %d, "heldout": %d}}' % (train, heldout)
-    (folder / "dataset.json").write_text(about)
+    about = {"format": 1, "source": "tiny", "rows": {"train": train, "heldout": heldout}}
+    (folder / "dataset.json").write_text(json.dumps(about))
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dflash_nb.model.linear import Linear, linear, product, runs_on_onednn
+from dflash_nb.model.linear import Linear, linear, product, runs_on_onednn, weight_gradient
 
 
 class RMSNorm(nn.Module):
@@ -74,7 +74,7 @@ class _GatedDown(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1])
         d_inner = product(grad, weight.t()).view_as(gate)
         gated = F.silu(gate)
-        d_weight = product(grad.t(), (gated * up).flatten(0, -2).t())
+        d_weight = weight_gradient(grad, (gated * up).flatten(0, -2))
         d_up = gated.mul_(d_inner)
         d_gate = torch.ops.aten.silu_backward(d_inner.mul_(up), gate)
         return d_gate, d_up, d_weight
