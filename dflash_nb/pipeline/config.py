@@ -211,56 +211,93 @@ def saved_config(folder: Path) -> TrainConfig:
     return TrainConfig(**values)
 
 
+BUDGET_HELP = "most tokens of a batch with padding, 0 for the trainer's own (49152 with the reference lengths)"
+ROWS_HELP = "most samples of a batch, 0 for the trainer's own (64 with the reference lengths)"
+
+
 @dataclass(frozen=True)
-class LengthsConfig(NotebookConfig):
-    """Notebook 00."""
+class PlanningConfig(NotebookConfig):
+    """What notebooks 00 to 02 share: whose lengths, and the limits of a batch."""
 
     dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
     column: str = option("seq_len", "column that holds the lengths")
-    max_length: int = option(0, "truncation limit to mark in tokens, 0 for none", at_least=0)
-    max_batch: int = option(64, "batch size whose padding is marked", at_least=1)
-    seed: int = option(0, "seed of the random batches", at_least=0)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """token_budget, max_batch and pad_multiple of a batch; a 0 stands for the reference run's where its lengths are used, else
+        for the trainer's default."""
+        usual = {"token_budget": 49152, "max_batch": 64} if self.dataset == "reference" else {}
+        limits = {}
+        for name in ("token_budget", "max_batch", "pad_multiple"):
+            default = usual.get(name, getattr(TrainConfig, name))
+            limits[name] = getattr(self, name, default) or default
+        return limits
 
     def places(self) -> dict[str, Path]:
-        return _lengths_place(self.dataset)
+        return {"lengths": home.asset("reference_lengths.parquet") if self.dataset == "reference" else dataset_path(self.dataset)}
+
+    def describe(self) -> str:
+        limits = ", ".join(f"{name} {value:,}" for name, value in self.limits.items())
+        return f"{super().describe()}\n{'limits':<10} {limits}"
 
 
 @dataclass(frozen=True)
-class BucketsConfig(NotebookConfig):
+class LengthsConfig(PlanningConfig):
+    """Notebook 00."""
+
+    max_length: int = option(0, "truncation limit to mark in tokens, 0 for none", at_least=0)
+    max_batch: int = option(0, ROWS_HELP, at_least=0)
+
+    @property
+    def limit(self) -> int | None:
+        """The truncation limit, None for none."""
+        return self.max_length or None
+
+
+@dataclass(frozen=True)
+class BucketsConfig(PlanningConfig):
     """Notebook 01."""
 
-    dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
-    column: str = option("seq_len", "column that holds the lengths")
     buckets: str = option("auto", BUCKETS_HELP, listed=True, path="existing", names=("auto", "reference"))
-    token_budget: int = option(49152, "most tokens of a batch, padding included", at_least=1)
-    max_batch: int = option(64, "most samples of a batch", at_least=1)
+    token_budget: int = option(0, BUDGET_HELP, at_least=0)
+    max_batch: int = option(0, ROWS_HELP, at_least=0)
     pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
-    most_buckets: int = option(16, "largest count on the elbow plot", at_least=2)
+    most_buckets: int = option(128, "largest count on the elbow plot", at_least=2)
     seed: int = option(0, "seed of the resampled lengths", at_least=0)
     save_to: str = option("", "where to write buckets.json, empty for the project's runs folder", path="always")
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Counts of the elbow plot: every one up to 16, then eight an octave, up to ``most_buckets``."""
+        finer = {round(16 * 2 ** (step / 8)) for step in range(8 * 20)}
+        return tuple(sorted(n for n in {*range(1, 17), *finer, self.most_buckets} if n <= self.most_buckets))
+
+    @property
+    def writes(self) -> Path:
+        """Where the chosen cuts go."""
+        return Path(self.save_to) if self.save_to else home.runs_dir() / "buckets.json"
+
     def places(self) -> dict[str, Path]:
-        return {**_lengths_place(self.dataset), "writes": Path(self.save_to) if self.save_to else home.runs_dir() / "buckets.json"}
+        return {**super().places(), "writes": self.writes}
 
 
 @dataclass(frozen=True)
-class PaddingConfig(NotebookConfig):
+class PaddingConfig(PlanningConfig):
     """Notebook 02."""
 
-    dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
-    column: str = option("seq_len", "column that holds the lengths")
     buckets: str = option("auto", BUCKETS_HELP, listed=True, path="existing", names=("auto", "reference"))
     strategies: tuple[str, ...] = option(STRATEGIES, "strategies to compare", choices=STRATEGIES)
-    token_budget: int = option(49152, "most tokens of a batch, padding included", at_least=1)
-    max_batch: int = option(64, "most samples of a batch", at_least=1)
+    token_budget: int = option(0, BUDGET_HELP, at_least=0)
+    max_batch: int = option(0, ROWS_HELP, at_least=0)
     pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
     order: str = option("balanced", "order of the batches, balanced over each step or uniform", choices=("balanced", "uniform"))
     window: int = option(8, "batches of one optimiser step", at_least=1)
     seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "seeds to plan with", at_least=0)
-    epochs: int = option(2, "epochs to plan with each seed", at_least=2)
 
-    def places(self) -> dict[str, Path]:
-        return _lengths_place(self.dataset)
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        """What every plan of the comparison shares."""
+        return {**self.limits, "order": self.order, "window": self.window}
 
 
 @dataclass(frozen=True)
@@ -283,7 +320,3 @@ class DiagnoseConfig(NotebookConfig):
 
     def places(self) -> dict[str, Path]:
         return {"run folder": self.run}
-
-
-def _lengths_place(dataset: str) -> dict[str, Path]:
-    return {"lengths": home.asset("reference_lengths.parquet") if dataset == "reference" else dataset_path(dataset)}

@@ -74,6 +74,11 @@ def _row(plan: BatchPlan, lengths: np.ndarray, next_plan: BatchPlan, cost: CostM
     }
 
 
+def plans_of(strategies: Iterable[str], lengths: np.ndarray, **options: Any) -> dict[str, BatchPlan]:
+    """The plan of one epoch for each strategy, all with the same options: what to look at batch by batch."""
+    return {strategy: plan_epoch(lengths, strategy, **options) for strategy in strategies}
+
+
 def worst_batches(plan: BatchPlan, lengths: np.ndarray, k: int = 3, cost: CostModel | None = None) -> list[dict[str, Any]]:
     """The ``k`` largest batches by computed tokens, by memory and by drafted slots: what to try before a long run.
 

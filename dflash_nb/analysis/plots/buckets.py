@@ -7,6 +7,7 @@ return. Padding is always a share of *padded* tokens, so efficiency and padding 
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.planner.buckets import BucketPlan
@@ -37,33 +38,30 @@ def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
             continue
         x, y = np.array(points).T
         curves[rule] = (x, y)
-        axis.plot(x, 100 * y, color=color, linestyle=line, marker=marker, markersize=3.5, linewidth=1.6 if rule == "best" else 1.1)
+        axis.plot(
+            x, 100 * y, color=color, linestyle=line, marker=marker, markersize=3.5, linewidth=1.6 if rule == "best" else 1.1, label=rule
+        )
     k, waste = len(chosen.rows), 1 - chosen.efficiency
     axis.plot(k, 100 * waste, "o", color=WARN, markersize=11, fillstyle="none", markeredgewidth=1.8)
-    axis.annotate(f"chosen: {k} buckets, {percent(waste)}", (k, 100 * waste), (6, 16), textcoords="offset points", fontsize=9)
-    top = max(y.max() for _, y in curves.values())
-    ends = sorted(((y[0] if len(y) < 2 else y[1], x[0] if len(x) < 2 else x[1], rule) for rule, (x, y) in curves.items()), reverse=True)
-    used = []
-    for y, x, rule in ends:
-        while any(abs(100 * y - other) < 5 * top for other in used):
-            y += 0.01 * top
-        used.append(100 * y)
-        axis.text(x * 1.06, 100 * y, rule, fontsize=8, color=RULE_STYLE[rule][0], va="bottom")
+    axis.annotate(f"chosen: {k} buckets, {percent(waste)}", (k, 100 * waste), (-8, -16), textcoords="offset points", fontsize=9, ha="right")
     axis.set_xscale("log", base=2)
     largest = max(x.max() for x, _ in curves.values())
     ticks = 2 ** np.arange(0, np.ceil(np.log2(max(2, largest))) + 1)
     axis.set_xticks(ticks, [f"{int(t)}" for t in ticks])
-    axis.set(xlabel="number of buckets", ylabel="padding (% of padded tokens)", ylim=(0, None))
-    finding = f"{k} buckets waste {percent(waste)}"
-    if "best" in curves:
-        x, y = curves["best"]
-        more = [(n, w) for n, w in zip(x, y, strict=True) if n > k]
-        if more:
-            finding += f"; {int(more[0][0])} would save {100 * (waste - more[0][1]):.2f} points more"
-        others = {rule: float(np.interp(k, *curves[rule])) for rule in curves if rule != "best"}
-        if others:
-            rule = min(others, key=others.get)
-            finding += f"; the best common rule ({rule}) wastes {percent(others[rule])} with as many"
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.set(xlabel="number of buckets", ylabel="padding (% of padded tokens)")
+    axis.legend(frameon=False, fontsize=8, title="cuts", title_fontsize=8)
+    finding = f"{k} buckets waste {percent(waste, 2)}"
+    if k > 1 and "best" in curves:
+        fewer = max(1, k // 2)
+        finding += f"; the best {fewer} would waste {percent(float(np.interp(fewer, *curves['best'])), 2)}"
+    others = {rule: float(np.interp(k, *curve)) for rule, curve in curves.items() if rule != "best"}
+    if others:
+        rule = min(others, key=others.get)
+        finding += f" and the best common rule ({rule}) {percent(others[rule], 2)} with as many as chosen"
     note = f"{name + ': ' if name else ''}budget {chosen.token_budget:,}, at most {chosen.max_batch} rows, multiple {chosen.pad_multiple}"
     return finish(figure, finding, note)
 
@@ -78,7 +76,7 @@ def bands(lengths: LengthHistogram, plan: BucketPlan, name: str = "") -> Plot:
     for row, color in zip(plan.rows, colors, strict=True):
         axis.axvspan(max(row.lo, bins[0]), min(row.hi, bins[-1]), color=color, alpha=0.22, linewidth=0)
         if row.lo > bins[0]:
-            axis.axvline(row.lo, color=color, linewidth=0.7)
+            axis.axvline(row.lo, ymin=0 if len(plan.rows) <= 24 else 0.94, color=color, linewidth=0.7)
     axis.bar(bins[:-1], 100 * tokens, width=np.diff(bins), align="edge", color=INK, alpha=0.55, edgecolor="white", linewidth=0.4)
     axis.set_ylim(0, 100 * tokens.max() * 1.35)
     if len(plan.rows) <= 12:
@@ -166,11 +164,12 @@ def reference_gap(plan: BucketPlan, published: float) -> Plot:
     values = [100 * row.efficiency for row in plan.rows]
     axis.bar(x, values, color=bucket_colors(len(x)), width=0.8)
     for at, row in zip(x, plan.rows, strict=True):
-        axis.text(at, 100 * row.efficiency + 1, f"{percent(row.efficiency, 0)}\n{row.batch_size:.0f} rows", ha="center", fontsize=8)
+        text = f"{percent(row.efficiency, 0)}\n{row.batch_size:.0f} rows"
+        axis.text(at, 8, text, ha="center", fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
     axis.axhline(100 * plan.efficiency, color=INK, linewidth=1)
     axis.axhline(100 * published, color=WARN, linewidth=1, linestyle="--")
     axis.set_xticks(x, [f"[{row.lo:,}, {row.hi:,})" for row in plan.rows], fontsize=7)
-    axis.set(ylabel="padding efficiency (%)", ylim=(0, 112), xlabel="bucket (tokens)")
+    axis.set(ylabel="padding efficiency (%)", ylim=(0, 100), xlabel="bucket (tokens)")
     finding = (
         f"The reference cuts keep {percent(plan.efficiency)} of computed tokens real on these lengths; {percent(published)} was published, "
         "for a column with a lighter tail"

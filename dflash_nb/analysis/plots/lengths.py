@@ -98,7 +98,7 @@ def cumulative(lengths: LengthHistogram, name: str = "") -> Plot:
     for shares, color, label, side in ((samples, ACCENT, "samples", -1), (tokens, WARN, "tokens", 1)):
         at = lengths.lengths[min(int(np.searchsorted(shares, 0.7)), len(shares) - 1)]
         align = "right" if side < 0 else "left"
-        axis.text(at * (1 + 0.06 * side), 70, label, color=color, fontsize=9, ha=align)
+        axis.text(at * (1 + 0.12 * side), 70, label, color=color, fontsize=9, ha=align)
     axis.plot([half_at, half_at], [0, 50], color=INK, linewidth=0.8, linestyle=":")
     axis.plot([low, half_at], [50, 50], color=INK, linewidth=0.8, linestyle=":")
     axis.set(xlabel="length (tokens)", ylabel="share at or below this length (%)", ylim=(0, 101))

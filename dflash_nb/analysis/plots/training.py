@@ -43,6 +43,8 @@ def loss(run: Run) -> Plot:
         axis.plot(x[thin], losses[thin], color=FAINT, linewidth=0.6, alpha=0.7)
         axis.plot(x[thin], median[thin], color=ACCENT, linewidth=1.8, marker="o" if len(x) == 1 else None)
         axis.set_ylabel("loss (nats)")
+        if np.nanmin(losses) > 0 and np.nanmax(median) > 4 * np.nanmedian(median):
+            axis.set_yscale("log")
     evals = [(event["step"], event["loss"]) for event in run.events_of("eval") if event.get("loss") is not None]
     for axis, x_of in ((by_step, lambda step: step), (by_tokens, lambda step: _at(steps, seen, step))):
         if evals:
@@ -85,7 +87,7 @@ def acceptance(run: Run) -> Plot:
             if key == "tau":
                 finding = f"tau {y[0]:.2f} → {y[-1]:.2f} accepted tokens a target pass on held-out prompts, from step {x[0]:,} to {x[-1]:,}"
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
-    axis.text(0.01, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), va="bottom", color=INK)
+    axis.text(0.01, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), va="top", color=INK)
     _label_ends(axis, labels)
     axis.set(xlabel="optimiser step", ylabel="accepted tokens a pass, bonus included")
     return finish(figure, finding, _note(run))
@@ -212,8 +214,7 @@ def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
     rate = tokens / seconds if seconds else None
     rows = [
         ("optimiser steps", planned["steps"], len(run)),
-        ("batches", planned["batches"], len(batches.get("index", ()))),
-        ("real tokens", planned["tokens"], tokens),
+        ("batches", _planned_batches(run, epochs), len(batches.get("index", ()))),
         ("padding, % of padded tokens", _padding(planned["tokens"], planned["padded_tokens"]), _padding(tokens, padded)),
         ("fill, % of the budget", _fill(planned, budget), 100 * tokens / (len(batches["index"]) * budget) if len(run) and budget else None),
         ("neighbours alike (lag-1 of mean length)", _mixing(epochs, "lag1"), _measured(lag1, ran)),
@@ -338,6 +339,12 @@ def _span(seconds: float) -> str:
 def _sums(epochs: list[dict[str, Any]]) -> dict[str, int | None]:
     names = ("steps", "batches", "tokens", "padded_tokens")
     return {name: sum(epoch[name] for epoch in epochs) if epochs and all(name in epoch for epoch in epochs) else None for name in names}
+
+
+def _planned_batches(run: Run, epochs: list[dict[str, Any]]) -> int | None:
+    """Batches that the planned steps take: all of an epoch, or fewer where ``max_steps`` ends it."""
+    window = run.config.get("accumulation", 1)
+    return sum(min(epoch["batches"], epoch["steps"] * window) for epoch in epochs) or None
 
 
 def _padding(tokens: int | None, padded: int | None) -> float | None:
