@@ -1,4 +1,4 @@
-"""The frozen target, the drafter, its objective, decoding, and the exported checkpoint."""
+"""What is learned: the frozen target, the drafter, its objective, decoding and export."""
 
 import warnings
 
