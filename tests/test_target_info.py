@@ -91,6 +91,11 @@ def test_scales_and_soft_cap(tmp_path, changes, expected):
     assert (info.embed_scale, info.logit_scale, info.logit_softcap) == expected
 
 
+@pytest.mark.parametrize("sign", [{"mamba_d_state": 16}, {"conv_L_cache": 3}, {"layer_types": ["conv", "full_attention"] * 15}])
+def test_other_families_with_a_state_are_hybrid_too(tmp_path, sign):
+    assert read_target_info(write(tmp_path, LLAMA | sign)).is_hybrid
+
+
 def test_gemma3_nests_its_rope_by_layer_type(tmp_path):
     rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     assert read_target_info(write(tmp_path, LLAMA | {"rope_parameters": rope})).rope_theta == 1e6

@@ -228,7 +228,8 @@ def _layer_types(text: dict, num_layers: int) -> tuple[str, ...]:
     if "linear_num_value_heads" in text:
         every = text.get("full_attention_interval") or 4
         return tuple("full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers))
-    return ("full_attention",) * num_layers
+    recurrent = any(key.startswith(("mamba_", "ssm_")) or key == "conv_L_cache" for key in text)
+    return ("recurrent" if recurrent else "full_attention",) * num_layers
 
 
 def _embed_scale(text: dict, hidden_size: int) -> float:
