@@ -43,7 +43,7 @@ def loss(run: Run) -> Plot:
         axis.plot(x[thin], losses[thin], color=FAINT, linewidth=0.6, alpha=0.7)
         axis.plot(x[thin], median[thin], color=ACCENT, linewidth=1.8, marker="o" if len(x) == 1 else None)
         axis.set_ylabel("loss (nats)")
-        if np.nanmin(losses) > 0 and np.nanmax(median) > 4 * np.nanmedian(median):
+        if np.isfinite(losses).any() and np.nanmin(losses) > 0 and np.nanmax(median) > 4 * np.nanmedian(median):
             axis.set_yscale("log")
     evals = [(event["step"], event["loss"]) for event in run.events_of("eval") if event.get("loss") is not None]
     for axis, x_of in ((by_step, lambda step: step), (by_tokens, lambda step: _at(steps, seen, step))):
@@ -57,10 +57,15 @@ def loss(run: Run) -> Plot:
     rate.plot(steps[thin], run.steps["lr"][thin], color=INK, linewidth=1.2, marker="o" if len(steps) == 1 else None)
     rate.set(xlabel="optimiser step", ylabel="learning rate", ylim=(0, None))
     first, last, over = _ends(losses)
-    finding = f"Loss {first:.2f} → {last:.2f} after {len(run):,} steps" if len(run) > 1 else f"Loss {last:.2f} at the only step"
+    if not over:
+        finding = f"None of the {len(run):,} optimiser steps has a finite loss: there is no curve to read"
+    elif len(run) == 1:
+        finding = f"Loss {last:.2f} nats at the only step, over {count(seen[-1])} supervised tokens"
+    else:
+        finding = f"Loss {first:.2f} → {last:.2f} nats over {len(run):,} steps and {count(seen[-1])} supervised tokens"
     if evals:
         finding += f", {evals[-1][1]:.2f} on held-out samples"
-    if not run.steps["finite"].all():
+    if over and not run.steps["finite"].all():
         finding += f"; {int((~run.steps['finite']).sum()):,} steps were not finite"
     note = f"ends: median of {over}; orange: held-out; dotted: resume; ticks: checkpoints. {_note(run)}"
     return finish(figure, finding, note)
@@ -77,7 +82,9 @@ def acceptance(run: Run) -> Plot:
     axis.plot(steps[thin], trained[thin], color=FAINT, linewidth=0.6, alpha=0.7)
     axis.plot(steps[thin], smoothed(trained)[thin], color=ACCENT, linewidth=1.8, marker="o" if len(steps) == 1 else None)
     labels = [(steps[-1], smoothed(trained)[-1], "training blocks", ACCENT)]
-    finding = f"A block of training text is accepted for {labels[0][1]:.2f} tokens at step {steps[-1]:,}"
+    finding = f"{labels[0][1]:.2f} tokens a pass would be accepted on training text at step {steps[-1]:,}"
+    if not np.isfinite(trained).any():
+        labels, finding = [], f"Acceptance was not measured in any of the {len(run):,} optimiser steps"
     for key, word, color, marker in (("acceptance", "held-out blocks", OKABE_ITO[3], "s"), ("tau", "decoding (tau)", WARN, "D")):
         points = [(event["step"], event[key]) for event in run.events_of("eval") if event.get(key) is not None]
         if points:
@@ -287,7 +294,7 @@ def _batch_seconds(run: Run) -> dict[str, np.ndarray]:
 
 def _nothing(run: Run, figure, axis: Axes) -> Plot:
     axis.text(0.5, 0.5, "no step yet", ha="center", transform=axis.transAxes, color=INK)
-    return finish(figure, f"No step was written yet: the run is {run.status}", run.folder.name)
+    return finish(figure, f"0 optimiser steps were written so far: the run is {run.status}", run.folder.name)
 
 
 def _thin(n: int) -> np.ndarray:
