@@ -16,7 +16,7 @@ from dflash_nb.model.target_info import read_target_info
 
 @pytest.fixture
 def info(tmp_path):
-    return read_target_info(save_target(tmp_path / "target", "hybrid"))
+    return read_target_info(save_target(tmp_path / "target", "llama"))
 
 
 def export(info, folder, **shape):
@@ -36,7 +36,7 @@ def test_a_plain_export_has_no_findings_and_a_command_for_each_reader(info, tmp_
     report = compatibility_report(folder, info)
     assert report.count(" OK ") == 4
     assert '"num_speculative_tokens": 7' in report, "vLLM: B - 1"
-    assert "--speculative-num-draft-tokens 8 --mamba-scheduler-strategy extra_buffer" in report, "SGLang: B, and a hybrid target"
+    assert "--speculative-num-draft-tokens 8" in report and "mamba" not in report, "SGLang: B"
     assert "aux_hidden_state_layer_ids=[2, 4, 6]" in report and "speculative_tokens 7" in report, "speculators: ids + 1, B - 1"
     assert str(info.path) in report and str(folder) in report
 
@@ -122,7 +122,14 @@ def test_scaled_embeddings_and_wrapped_targets_are_pointed_at(tmp_path):
     gemma = read_target_info(save_target(tmp_path / "gemma", "gemma2"))
     assert findings_of(export(gemma, tmp_path / "a"), gemma) == {("vLLM", LOOK)}
     wrapper = read_target_info(save_target(tmp_path / "wrapper", "wrapper"))
-    assert findings_of(export(wrapper, tmp_path / "b"), wrapper) == {("speculators", LOOK)}
+    assert findings_of(export(wrapper, tmp_path / "b"), wrapper) == {("dflash", LOOK), ("speculators", LOOK)}
+
+
+def test_hybrid_targets_have_their_own_serving_option(tmp_path):
+    hybrid = read_target_info(save_target(tmp_path / "hybrid", "hybrid"))
+    folder = export(hybrid, tmp_path / "export")
+    assert findings_of(folder) == set() and findings_of(folder, hybrid) == {("dflash", LOOK)}
+    assert serving_commands(folder, hybrid)["SGLang"].endswith("--mamba-scheduler-strategy extra_buffer")
 
 
 def test_no_checkpoint_no_report(tmp_path, info):

@@ -1,8 +1,9 @@
 """Whether the four known readers of a drafter checkpoint would read it right, and how each is told to serve it.
 
 Rules as found in the readers' sources in November 2026: ``dflash`` 0.1.0 (`model.py`), vLLM (`qwen3_dflash.py`, `eagle3_utils.py`),
-SGLang (`models/dflash.py`, `speculative/dflash_utils.py`) and speculators (`convert/dflash/converter.py`). Most mistakes a reader does
-not report: it serves the drafter with a wrong theta, window or block size and acceptance falls.
+SGLang (`models/dflash.py`, `speculative/dflash_utils.py`) and speculators (`convert/dflash/converter.py`); dflash 0.1.0 and the converter
+of speculators 0.9.0 were also run on exports. Most mistakes a reader does not report: it serves the drafter with a wrong theta, window
+or block size, and acceptance falls.
 """
 
 from collections.abc import Iterator
@@ -138,6 +139,8 @@ def _dflash(written: dict, target: TargetInfo | None) -> Iterator[tuple[str, str
         yield LOOK, "no block_size: it assumes 16"
     if not (written.get("rope_parameters") or {}).get("rope_theta"):
         yield LOOK, "no rope_parameters.rope_theta: releases of transformers from 5 on fall back to 10000"
+    if target is not None and target.is_hybrid:
+        yield LOOK, "drafts right, but its own decoding leaves rejected tokens in a recurrent state: do not measure acceptance with it"
 
 
 def _vllm(written: dict, target: TargetInfo | None) -> Iterator[tuple[str, str]]:
