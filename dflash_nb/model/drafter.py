@@ -147,6 +147,7 @@ class DFlashDrafter(nn.Module):
             if parameter.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
+        nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
 
     def project_context(self, features_NF: torch.Tensor) -> torch.Tensor:
         """Captured hidden states to the context that every layer reads, [N, E]."""

@@ -1,7 +1,7 @@
 """The loss of drafted blocks, and how good they are, in one pass over the valid slots.
 
 Slot k (1..B-1) of a block at anchor a predicts token a+k of its row; slot 0 is the known anchor. Slots without a label (see `anchors`)
-are never multiplied with the head; `vocabulary` scores the others without holding their logits.
+are never multiplied with the head; `scores` meets the others without holding their logits.
 
 Losses, with weights w over valid slots, as sums so that any split of a batch adds up to the same gradient:
   ce     w = exp(-(k-1) / gamma), cross-entropy with the text's token (7 suits B = 16, 4 suits B = 8)
@@ -18,8 +18,8 @@ import torch
 
 from dflash_nb.model.anchors import Anchors
 from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.model.scores import score_labels, score_teacher
 from dflash_nb.model.target import Features, TargetHead
-from dflash_nb.model.vocabulary import score_labels, score_teacher
 
 KINDS = ("ce", "dpace", "kl")
 
