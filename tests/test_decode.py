@@ -101,9 +101,17 @@ def test_greedy_output_is_plain_decoding_whatever_is_drafted(targets, family, hi
 def test_greedy_output_is_plain_decoding_with_a_real_drafter(targets, family):
     target = targets[family]
     drafter = new_drafter(target)
-    for seed in range(3):
-        prompt = prompt_of(seed, 5 + 30 * seed)
-        assert generate(target, drafter, prompt, 50, stop_ids=[]).tokens == plain_generate(target, prompt, 50, stop_ids=[])
+    for seed in range(2):
+        prompt = prompt_of(seed, 5 + 60 * seed)
+        assert generate(target, drafter, prompt, 30, stop_ids=[]).tokens == plain_generate(target, prompt, 30, stop_ids=[])
+
+
+def test_greedy_output_of_the_shipped_target_is_plain_decoding():
+    target = FrozenTarget.load("sample", LAYER_IDS)
+    for seed, text in enumerate(("def mean(values):\n", "    def __init__(self, name, value=None):\n")):
+        prompt = target.tokenizer(text)["input_ids"]
+        plain = plain_generate(target, prompt, 60)
+        assert generate(target, oracle(target, prompt + plain, 0.7, seed), prompt, 60).tokens == plain
 
 
 def test_a_recurrent_state_that_is_not_rolled_back_would_be_seen(targets, monkeypatch):
@@ -221,7 +229,7 @@ def test_sampled_text_has_the_targets_distribution(tmp_path):
     """Chi-square of 3-token texts against their exact chances, with a drafter that is wrong in its own way."""
     target = FrozenTarget.load(save_target(tmp_path / "small", "llama", num_hidden_layers=3, initializer_range=0.2), (1,))
     target = FrozenTarget(target.model, dataclasses.replace(target.info, valid_vocab=5), (1,))
-    prompt, runs, temperature = [3, 1, 4, 1], 400, 1.5
+    prompt, runs, temperature = [3, 1, 4, 1], 250, 1.5
     head = target.head()
     chances = {}
 
@@ -283,7 +291,7 @@ def test_tau_counts_all_tokens_of_passes_over_all_passes(targets):
     assert result.tokens == 3 * 32 and result.passes >= result.tokens / BLOCK
     assert result.tau == pytest.approx(result.tokens / result.passes) and len(result.per_prompt) == 3
     perfect = measure_tau(target, oracle(target, prompts[0] + plain[0], 1.0), prompts[:1], 33, stop_ids=[])
-    assert (perfect.tau, perfect.passes) == (8.0, 4) and "tau 8.000" in perfect.text()
+    assert (perfect.tau, perfect.passes) == (8.0, 4)
     assert math.isnan(measure_tau(target, oracle(target, [], 0.0), prompts, 1).tau)
 
 

@@ -54,12 +54,6 @@ class TauResult:
     per_prompt: tuple[float, ...]
     seconds: float
 
-    def text(self) -> str:
-        return (
-            f"tau {self.tau:.3f}: {self.tokens} tokens in {self.passes} target passes over {len(self.per_prompt)} prompts, "
-            f"{1000 * self.seconds / max(self.passes, 1):.1f} ms a pass"
-        )
-
 
 class TargetSession:
     """A target reading one text, with a cache from which rejected tokens can be taken back."""
