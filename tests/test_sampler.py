@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from torch.utils.data import DataLoader
 
 from dflash_nb.planner.sampler import PlanSampler
 
@@ -40,3 +41,14 @@ def test_set_epoch_changes_the_batches_and_the_count_follows(lengths):
     assert list(sampler) != first and len(sampler) == len(list(sampler))
     sampler.set_epoch(1)
     assert list(sampler) == first
+
+
+def test_a_prepared_loader_plans_every_epoch_anew(lengths):
+    epochs = []
+    for rank in range(2):
+        loader = DataLoader(range(5000), batch_sampler=PlanSampler(lengths, strategy="pooled", world=2), collate_fn=list)
+        shard = prepare_data_loader(loader, num_processes=2, process_index=rank, even_batches=False, put_on_device=False)
+        epochs.append([list(shard) for _ in range(3)])
+    for epoch, both in enumerate(zip(*epochs, strict=True)):
+        plan = PlanSampler(lengths, strategy="pooled", world=2, epoch=epoch).plan
+        assert [both[0], both[1]] == [[plan.batch(i).sample_ids.tolist() for i in plan.rank(rank)] for rank in range(2)]

@@ -1,8 +1,8 @@
 """A batch sampler over plans, for loaders that expect one: lists of row numbers, ``len()`` and ``set_epoch``.
 
 It yields the batches of all ranks in turn, batch i for rank i % world, and always a whole number of turns, so that a wrapper
-that deals batches out one by one (accelerate's ``BatchSamplerShard`` does) gives every rank as many. There is no ``batch_size``:
-batches differ in size, and wrappers that are told one silently skip the others.
+that deals batches out one by one (accelerate does, with ``even_batches=False``) gives every rank as many. There is no
+``batch_size``: batches differ in size, and wrappers that are told one silently skip the others.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,11 @@ class PlanSampler:
         """Plan another epoch; its number of batches may differ."""
         self.plan: BatchPlan = plan_epoch(self._lengths, epoch=epoch, **self._options)
         self._turns = self.plan.ranks().batches
+
+    @property
+    def sampler(self) -> "PlanSampler":
+        """Itself: accelerate passes the epoch on to a batch sampler's sampler only, and would repeat the first epoch for ever."""
+        return self
 
     def __len__(self) -> int:
         return self._turns.size
