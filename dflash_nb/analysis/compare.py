@@ -1,0 +1,180 @@
+"""Several runs side by side: adjusted curves at equal steps and at equal tokens, and what differs in their configurations.
+
+Runs with different batches can only be compared with the mix of lengths taken off. So the same ranges of lengths are laid over all of
+them, and each curve is the loss that the run would have had with the mix of all runs together. A step of one run is not a step of
+another, so the fairer axis is supervised tokens seen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_nb.analysis.csvlog import read_log
+from dflash_nb.analysis.decompose import Parts, decompose, mean_lengths
+from dflash_nb.analysis.findings.finding import Log, listed
+from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
+
+NO_BEARING = frozenset(
+    (
+        "run_name", "runs_dir", "resume", "watch", "log_every", "tracker", "threads",
+        "checkpoint_every", "checkpoint_minutes", "keep_checkpoints",
+    )
+)  # fmt: skip
+OTHER_LOSS = ("objective", "gamma", "block_size", "target", "dataset")  # settings under which two losses are not one quantity
+CLASSES = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One run's curve: the adjusted loss by ``step`` and by ``tokens`` seen so far, and the robust sd of its steps."""
+
+    name: str
+    step: np.ndarray
+    tokens: np.ndarray
+    adjusted: np.ndarray
+    noise: float
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Curves of several runs, what they say in a sentence, a row a setting that differs, and a row a run with its losses."""
+
+    lines: tuple[Line, ...]
+    finding: str
+    note: str
+    tokens_word: str
+    differs: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+
+
+def compare_with(log: Log, others: Sequence[str], columns: str = "") -> Comparison:
+    """``compare`` a log with those at the paths ``others``; run folders and CSV exports may be mixed."""
+    return compare([log, *(Log(read_log(path, columns if Path(path).is_file() else "")) for path in others)])
+
+
+def compare(logs: Sequence[Log]) -> Comparison:
+    """Compare the runs at the last step, and at the last token, that all of them have reached. Logs without a loss are left out by name."""
+    logs = list(logs)
+    empty = [log for log in logs if not len(log) or not np.isfinite(log.run.steps["loss"]).any()]
+    logs = [log for log in logs if not any(log is other for other in empty)]
+    names = _names(logs)
+    word = _tokens_word(logs)
+    lines = _lines(logs, names, word)
+    differs = differing_settings(logs, names)
+    rows, sentence = _at_equals(lines, word)
+    other = [row["setting"] for row in differs if row["setting"] in OTHER_LOSS]
+    if other and len(lines) > 1:
+        sentence = f"These losses are not one quantity, {listed(other)} differ: compare their shapes only. {sentence}"
+    note = f"without a loss: {listed([log.run.folder.name for log in empty])}. " if empty else ""
+    return Comparison(tuple(lines), sentence, f"{note}adjusted to the common mix of lengths", word, differs, rows)
+
+
+def differing_settings(logs: Sequence[Log], names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a setting that is not the same in all configurations, with its value in each run as text."""
+    keys = sorted({key for log in logs for key in log.run.config} - NO_BEARING)
+    rows = []
+    for key in keys:
+        values = [str(log.run.config.get(key, "not in the log")) for log in logs]
+        if len(set(values)) > 1:
+            rows.append({"setting": key, **dict(zip(names, values, strict=True))})
+    return rows
+
+
+def _names(logs: Sequence[Log]) -> list[str]:
+    """Folder names, numbered where they repeat."""
+    names = [log.run.folder.name for log in logs]
+    return [name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)]
+
+
+def _tokens_word(logs: Sequence[Log]) -> str:
+    for column, word in (("supervised", "supervised tokens seen"), ("tokens", "tokens seen")):
+        if logs and all(np.isfinite(np.asarray(log.run.steps[column], float)).all() for log in logs):
+            return word
+    return "steps (a log counts no tokens)"
+
+
+def _lines(logs: Sequence[Log], names: Sequence[str], word: str) -> list[Line]:
+    edges = _common_edges(logs)
+    taken = [decompose(log.run, edges) if edges is not None else log.parts for log in logs]
+    standard = _standard(logs, taken)
+    lines = []
+    for log, parts, name in zip(logs, taken, names, strict=True):
+        known = np.isfinite(parts.adjusted_N)
+        values = (parts.adjusted_N + _shift(log, parts, standard))[known]
+        column = {"supervised tokens seen": "supervised", "tokens seen": "tokens"}.get(word)
+        seen = np.cumsum(log.run.steps[column]) if column else log.step_N
+        curve = running_median(values, int(np.clip(len(values) // 30, 3, 200)))
+        lines.append(Line(name, log.step_N[known], np.asarray(seen, float)[known], curve, scale_of(values - curve)))
+    return lines
+
+
+def _common_edges(logs: Sequence[Log]) -> np.ndarray | None:
+    """Edges of at most CLASSES ranges with about equally many batches of all runs; None where a log knows no lengths."""
+    means = [mean_lengths(log.run) for log in logs]
+    if not means or any(not np.isfinite(mean).all() or not mean.any() for mean in means):
+        return None
+    cuts = np.quantile(np.concatenate([mean[:: max(1, len(mean) // 10_000)] for mean in means]), np.linspace(0, 1, CLASSES + 1))
+    cuts = np.unique(np.round(cuts))
+    return np.append(cuts[:-1], cuts[-1] + 1) if len(cuts) > 1 else np.array([cuts[0], cuts[0] + 1])
+
+
+def _standard(logs: Sequence[Log], taken: Sequence[Parts]) -> dict[str, float]:
+    """Share of each range of lengths in the slot weights of all runs, each run counting the same."""
+    share: dict[str, float] = {}
+    for log, parts in zip(logs, taken, strict=True):
+        weight = np.nan_to_num(log.run.batches["weight"])
+        total = np.bincount(parts.group_M, weight, minlength=len(parts.groups)) / max(weight.sum(), 1e-12)
+        for name, part in zip(parts.groups, total, strict=True):
+            share[name] = share.get(name, 0.0) + float(part) / len(logs)
+    return share
+
+
+def _shift(log: Log, parts: Parts, standard: dict[str, float]) -> np.ndarray:
+    """What the standard mix adds to the run's own at every step; ranges that the run never saw are left out."""
+    at, every, total, shift = log.run.batches["at"], np.arange(len(log)), 0.0, np.zeros(len(log))
+    for g, name in enumerate(parts.groups):
+        mine = np.flatnonzero(parts.group_M == g)
+        total += standard[name]
+        shift += standard[name] * np.interp(every, at[mine], parts.level_M[mine])
+    return shift / max(total, 1e-12)
+
+
+def _at_equals(lines: Sequence[Line], word: str) -> tuple[list[dict[str, Any]], str]:
+    if len(lines) < 2:
+        return _rows(lines, None, None), f"{len(lines)} run with a loss: name more with -p compare to see them on one axis"
+    step, tokens = min(line.step[-1] for line in lines), min(line.tokens[-1] for line in lines)
+    rows = _rows(lines, step, tokens)
+    by_tokens = sorted(rows, key=lambda row: row["at equal tokens"])
+    best, next_best = by_tokens[0], by_tokens[1]
+    gap = next_best["at equal tokens"] - best["at equal tokens"]
+    noise = 2 * float(np.hypot(best["error"], next_best["error"]))
+    if gap > noise:
+        said = f"{best['run']} is {gap:.3f} lower than {next_best['run']}"
+    else:
+        said = f"{best['run']} and {next_best['run']} are not apart ({gap:.3f}, noise {noise:.3f})"
+    return rows, f"At equal tokens ({tokens:,.0f} {word}) {said}; at equal steps ({step:,}) the gap is {_gap(rows, best, next_best):+.3f}"
+
+
+def _gap(rows: list[dict[str, Any]], best: dict[str, Any], other: dict[str, Any]) -> float:
+    return other["at equal steps"] - best["at equal steps"]
+
+
+def _rows(lines: Sequence[Line], step: float | None, tokens: float | None) -> list[dict[str, Any]]:
+    rows = []
+    for line in lines:
+        window = min(len(line.step), 2 * int(np.clip(len(line.step) // 30, 3, 200)) + 1)
+        rows.append(
+            {
+                "run": line.name,
+                "steps": int(line.step[-1]),
+                "tokens": float(line.tokens[-1]),
+                "last": float(line.adjusted[-1]),
+                "at equal steps": float(np.interp(line.step[-1] if step is None else step, line.step, line.adjusted)),
+                "at equal tokens": float(np.interp(line.tokens[-1] if tokens is None else tokens, line.tokens, line.adjusted)),
+                "error": MEDIAN_ERROR * line.noise / np.sqrt(window),
+            }
+        )
+    return rows

@@ -1,0 +1,124 @@
+"""Reading a run: ``diagnose(run_folder)`` gives one verdict, the findings behind it, and what could not be judged.
+
+HEALTHY, LOOK or STOP is the worst severity found; notes (warm-up, bucket mix, static composition) explain movement and leave a run
+healthy. False alarms cost more than late ones here, since a person is called: every check needs an effect that is both several
+standard errors sure and large enough to matter. How often it is right is measured by ``benchmarks/diagnosis.py``.
+"""
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_nb.analysis.csvlog import read_log
+from dflash_nb.analysis.findings import CHECKS
+from dflash_nb.analysis.findings.finding import Check, Finding, Log, Severity, listed, plural
+from dflash_nb.pipeline.run import Run
+
+VERDICTS = {Severity.NOTE: "HEALTHY", Severity.LOOK: "LOOK", Severity.STOP: "STOP"}
+EARLY = 30  # steps below which a curve says little
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """A question that this log cannot answer, and why."""
+
+    check: Check
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """The result: ``findings`` with the worst first, ``unjudged`` checks, and the log itself with its loss in parts."""
+
+    log: Log
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
+
+    @property
+    def verdict(self) -> str:
+        """HEALTHY, LOOK or STOP."""
+        if not len(self.log):
+            return "LOOK"
+        return VERDICTS[max((finding.severity for finding in self.findings), default=Severity.NOTE)]
+
+    @property
+    def main(self) -> Finding | None:
+        """The finding that the verdict rests on."""
+        return self.findings[0] if self.findings else None
+
+    def of(self, kind: str) -> Finding | None:
+        """The finding of this kind, if there is one."""
+        return next((finding for finding in self.findings if finding.kind == kind), None)
+
+    def refreshed(self) -> "Diagnosis":
+        """The diagnosis with what was added to the log since; only that is read."""
+        self.log.run.refresh()
+        return diagnose(self.log.run)
+
+    def text(self) -> str:
+        """The verdict in two sentences."""
+        return f"{self.verdict}: {' '.join(sentences(self))}"
+
+    def report(self, width: int = 120) -> str:
+        """Verdict, findings with evidence and advice, and what was not judged, as plain text."""
+        lines = textwrap.wrap(self.text(), width)
+        for finding in self.findings:
+            mark = {Severity.NOTE: "note", Severity.LOOK: "LOOK", Severity.STOP: "STOP"}[finding.severity]
+            lines += ["", *textwrap.wrap(f"{mark}  {finding.text}", width, subsequent_indent=" " * 6)]
+            for text in (*finding.evidence, f"rests on {finding.where()}, confidence {finding.confidence:.0%}", f"→ {finding.advice}"):
+                lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        if self.unjudged:
+            lines += ["", "Not judged:"]
+            for each in self.unjudged:
+                lines += textwrap.wrap(f"{each.check.asks} {each.why}", width, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        return "\n".join(lines)
+
+
+def diagnose(source: str | Path | Run, columns: str = "") -> Diagnosis:
+    """Read and judge a run folder, a tracker's CSV export, or a run that was read already (``refresh`` it first to see what was added).
+
+    Raises RunError when there is nothing to read; a log that is short, narrow or half-written is judged as far as it goes.
+    """
+    log = Log(source if isinstance(source, Run) else read_log(source, columns))
+    findings, unjudged = [], []
+    for check in CHECKS:
+        missing = [name for name in check.needs if not log.has(name)]
+        if missing and check.kind != "not finite":
+            why = f"the log holds no {listed([name.replace('_', ' ') for name in missing])}"
+            unjudged.append(Unjudged(check, why))
+        elif len(log) < check.least_steps:
+            unjudged.append(Unjudged(check, f"needs {plural(check.least_steps, 'step')}, there are {len(log)}"))
+        elif (finding := check.find(log)) is not None:
+            findings.append(finding)
+    findings.sort(key=lambda finding: -finding.severity)
+    return Diagnosis(log, tuple(findings), tuple(unjudged))
+
+
+def sentences(diagnosis: Diagnosis) -> tuple[str, str]:
+    """What it is, and what to do: for a tired person."""
+    log, main = diagnosis.log, diagnosis.main
+    if not len(log):
+        return f"There is no step to judge yet, the run is {log.run.status}.", "Read it again once steps are written."
+    if diagnosis.verdict != "HEALTHY":
+        return f"{main.text}.", f"{main.advice}."
+    notes = [finding.kind for finding in diagnosis.findings]
+    words = [HARMLESS[kind].format(**_numbers(diagnosis, kind)) for kind in HARMLESS if kind in notes]
+    if len(log) < EARLY:
+        return (
+            f"Nothing is wrong in {plural(len(log), 'step')}.",
+            "That is too early to judge the curve: read it again after 30 steps and more.",
+        )
+    first = "Healthy" + (", " + "; ".join(words) if words else ": the loss behaves as it should") + "."
+    return first, "Let it run." if log.run.status in ("running", "unfinished", "interrupted") else "Nothing needs to be done."
+
+
+HARMLESS = {
+    "warm-up": "still warming up ({share:.0%} of the peak rate at step {step:,})",
+    "bucket mix": "movement is bucket mix ({value:.0%} of it)",
+    "static composition": "the curve is smooth by composition",
+}
+
+
+def _numbers(diagnosis: Diagnosis, kind: str) -> dict:
+    data = diagnosis.of(kind).data
+    return {"value": data["movement"].value} if kind == "bucket mix" else data

@@ -1,0 +1,102 @@
+"""The vital signs of a run: a row a question with the number, its interval where it has one, and OK or LOOK."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash_nb.analysis.findings.finding import Log, Severity
+from dflash_nb.analysis.findings.spikes import find_spikes
+from dflash_nb.analysis.running import scale_of
+
+if TYPE_CHECKING:
+    from dflash_nb.analysis.diagnose import Diagnosis
+
+TAIL = 0.2  # share of the steps, at the end, whose slope is the trend
+TELLS = {
+    "finite losses": ("not finite",),
+    "trend of the last fifth": ("divergence", "nothing learned", "rate too low", "plateau"),
+    "spikes in 1,000 steps": ("spikes",),
+    "steps until a spike is over": ("divergence",),
+    "clipped": ("always clipped",),
+    "waited for the target": ("starved",),
+}
+
+
+def signs(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
+    """Rows of sign, value, interval and OK, note or LOOK; ``not known`` where the log does not hold it."""
+    log = diagnosis.log
+    if not len(log):
+        return [{"sign": name, "value": "no step yet", "interval": "", "": ""} for name in TELLS]
+    values = {
+        "finite losses": (f"{np.mean(log.run.steps['finite']):.2%} of the steps", ""),
+        "trend of the last fifth": _trend(log),
+        "spikes in 1,000 steps": _spike_rate(log),
+        "steps until a spike is over": _recovery(log),
+        "clipped": (_share(log.run.steps["clipped"]) if np.isfinite(log.run.steps["grad_norm"]).any() else "not known", ""),
+        "waited for the target": (_waited(log), ""),
+    }
+    worst = {finding.kind: finding.severity for finding in diagnosis.findings}
+    words = {None: "OK", Severity.NOTE: "note", Severity.LOOK: "LOOK", Severity.STOP: "STOP"}
+    rows = []
+    for name, (value, interval) in values.items():
+        found = max((worst[kind] for kind in TELLS[name] if kind in worst), default=None)
+        rows.append({"sign": name, "value": value, "interval": interval, "": words[found] if value != "not known" else ""})
+    return rows
+
+
+def _trend(log: Log) -> tuple[str, str]:
+    """Slope of the adjusted loss over the last fifth, in nats a thousand steps, with its 95 % interval (noise may be correlated)."""
+    known = np.isfinite(log.parts.adjusted_N)
+    step, loss = log.step_N[known], log.parts.adjusted_N[known]
+    count = max(20, int(TAIL * len(loss)))
+    if len(loss) < 30:
+        return "not known", ""
+    x, y = step[-count:].astype(float), loss[-count:]
+    x = x - x.mean()
+    rest = y - np.median(y)
+    near = np.abs(rest) < 6 * max(scale_of(rest), 1e-12)
+    x, y = x[near], y[near]
+    slope, level = np.polyfit(x, y, 1)
+    rest = y - slope * x - level
+    pushes = np.array([block.sum() for block in np.array_split(x * rest, min(20, len(x) // 4))])
+    error = np.sqrt((pushes**2).sum()) / (x**2).sum()
+    return f"{1000 * slope:+.3f} nats in 1,000 steps", f"{1000 * (slope - 2 * error):+.3f} to {1000 * (slope + 2 * error):+.3f}"
+
+
+def _spike_rate(log: Log) -> tuple[str, str]:
+    if len(log) < 30:
+        return "not known", ""
+    count = len(np.unique(find_spikes(log).step_S))
+    low, high = (1000 * bound / len(log) for bound in _poisson(count))
+    return f"{1000 * count / len(log):.1f}", f"{low:.1f} to {high:.1f}"
+
+
+def _poisson(count: int) -> tuple[float, float]:
+    """Exact 95 % interval of a Poisson mean after ``count`` events (Garwood 1936)."""
+    from scipy.stats import chi2
+
+    return (float(chi2.ppf(0.025, 2 * count) / 2) if count else 0.0), float(chi2.ppf(0.975, 2 * count + 2) / 2)
+
+
+def _recovery(log: Log) -> tuple[str, str]:
+    """Median and longest number of steps until the adjusted loss is within two sd of its trend again."""
+    found = find_spikes(log)
+    if not len(found):
+        return "no spike", ""
+    z = (log.parts.adjusted_N - log.parts.trend_N) / log.parts.noise_N
+    calm = np.flatnonzero(z < 2)
+    rows = np.unique(log.run.batches["at"][found.batch_S])
+    after = np.searchsorted(calm, rows)
+    times = [int(calm[i] - row) if i < len(calm) else len(log) - int(row) for i, row in zip(after, rows, strict=True)]
+    return f"{int(np.median(times))}", f"longest {max(times)}"
+
+
+def _share(values: np.ndarray) -> str:
+    return f"{np.mean(values.astype(bool)):.0%} of the steps"
+
+
+def _waited(log: Log) -> str:
+    seconds, wait = log.run.steps["seconds_step"], log.run.steps["seconds_wait"]
+    if not np.isfinite(wait).any() or not np.nansum(seconds):
+        return "not known"
+    return f"{np.nansum(wait) / np.nansum(seconds):.0%} of the time"
