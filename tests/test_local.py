@@ -1,4 +1,4 @@
-"""The pool of threads: it ends, it retires what keeps failing, and it holds on to nothing.
+"""Workers on this machine: where they go, what they hold, and that the pool of threads ends and holds on to nothing.
 
 Run alone: python -m pytest tests/test_local.py
 """
@@ -11,9 +11,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import save_target
+from tiny_targets import make_batch
 
-from dflash_nb.pipeline.local import RETIRE_AFTER, LocalPool
+from dflash_nb.model.target import read_target_info
+from dflash_nb.pipeline import local as module
+from dflash_nb.pipeline.local import (
+    RETIRE_AFTER,
+    LocalPool,
+    Placement,
+    bytes_per_token,
+    intra_op_threads,
+    load_targets,
+    place,
+    target_pool,
+)
 from dflash_nb.pipeline.window import WorkerFailure
+
+CPU = torch.device("cpu")
 
 
 def batch(index=0):
@@ -161,3 +176,88 @@ def test_threads_started_later_use_the_process_wide_thread_count():
         pool.close()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def info(tmp_path_factory):
+    return read_target_info(save_target(tmp_path_factory.mktemp("target"), "hybrid"))
+
+
+@pytest.mark.parametrize("with_last_hidden", [False, True])
+def test_the_bytes_of_features_are_known_before_they_are_computed(info, with_last_hidden):
+    (target,) = load_targets(info, (1, 5), place("cpu", 1), "auto", with_last_hidden)
+    batch = make_batch([37, 70, 5])
+    assert target.features(batch).nbytes == batch.real_tokens * bytes_per_token(target)
+
+
+def test_workers_on_a_cpu_share_one_set_of_weights(info):
+    targets = load_targets(info, (1, 5), place("cpu", 3), "auto")
+    assert len(targets) == 3
+    assert len({id(target) for target in targets}) == 1
+
+
+def test_a_target_stops_between_its_layers_when_the_pool_closes(info):
+    targets = load_targets(info, (1, 5), place("cpu", 1), "auto")
+    pool = target_pool(targets, CPU)
+    assert pool.workers == ("target-0",)
+    assert pool.submit(make_batch([9])).result(30).features_ND.shape == (9, 2 * info.hidden_size)
+    entered, release = threading.Event(), threading.Event()
+
+    def wait(*_):
+        entered.set()
+        release.wait(30)
+
+    targets[0].decoder.layers[0].register_forward_pre_hook(wait)
+    future = pool.submit(make_batch([9]))
+    entered.wait(30)
+    pool.stop.set()
+    release.set()
+    failure = future.exception(30)
+    assert isinstance(failure.__cause__, InterruptedError)
+    pool.close()
+
+
+def gpus(monkeypatch, count):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "targets", "expected"),
+    [
+        (0, "auto", 3, ["cpu", "cpu", "cpu", "cpu"]),
+        (1, "auto", 1, ["cuda:0", "cuda:0"]),
+        (2, "auto", 1, ["cuda:0", "cuda:1"]),
+        (8, "cuda", 7, [f"cuda:{index}" for index in range(8)]),
+        (8, "cuda", 6, [*(f"cuda:{index}" for index in range(6)), "cuda:6"]),
+        (8, "cuda:3", 1, ["cuda:3", "cuda:3"]),
+        (8, "cpu", 1, ["cpu", "cpu"]),
+    ],
+)
+def test_each_target_and_the_drafter_have_a_device(monkeypatch, count, device, targets, expected):
+    gpus(monkeypatch, count)
+    placement = place(device, targets)
+    assert placement == Placement(tuple(torch.device(name) for name in expected[:-1]), torch.device(expected[-1]))
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "topology", "message"),
+    [
+        (4, "auto", (7, 1), "topology 7-1 needs 8 GPUs, 4 are visible; use topology 3-1"),
+        (8, "auto", (6, 2), "train one drafter; use 6-1"),
+        (1, "auto", (2, 1), "would load the target 2 times"),
+        (2, "cuda:2", (1, 1), "2 GPUs are visible"),
+        (0, "cuda", (1, 1), "0 GPUs are visible"),
+        (0, "tpu", (1, 1), "use auto, cpu, cuda"),
+    ],
+)
+def test_a_topology_without_room_is_refused(monkeypatch, count, device, topology, message):
+    gpus(monkeypatch, count)
+    with pytest.raises(ValueError, match=message):
+        place(device, *topology)
+
+
+def test_threads_are_divided_among_workers_and_drafter(monkeypatch):
+    monkeypatch.setattr(module, "usable_cores", lambda: 16)
+    assert [intra_op_threads(0, targets) for targets in (1, 3, 7, 40)] == [8, 4, 2, 1]
+    assert intra_op_threads(6, 2) == 2

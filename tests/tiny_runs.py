@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 from tiny_targets import MASK_TOKEN, save_target
 
 from dflash_nb.pipeline.config import TrainConfig
 
 __all__ = ["save_target", "tiny_config", "write_dataset"]
+
+torch.set_num_threads(1)  # on tensors this small a second thread only waits
 
 
 def write_dataset(folder: Path, train: int = 60, heldout: int = 12, seed: int = 0, supervised: bool = True) -> Path:

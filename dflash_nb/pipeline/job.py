@@ -21,6 +21,7 @@ from dflash_nb.pipeline.local import Placement, place
 from dflash_nb.pipeline.schedule import learning_rate, optimizer_steps, warmup_length
 from dflash_nb.planner.batches import BatchPlan, PlannedBatch, plan_epoch
 from dflash_nb.planner.buckets import BucketPlan, resolve_buckets
+from dflash_nb.planner.diversity import lag1, longest_run
 from dflash_nb.planner.options import PlanOptions
 from dflash_nb.planner.samples import select_samples
 from dflash_nb.planner.state import plan_fingerprint
@@ -204,6 +205,8 @@ def _describe(plan: BatchPlan, steps: int) -> dict[str, Any]:
         "most_tokens": int(plan.real_tokens.max()),
         "efficiency": plan.efficiency,
         "fill": plan.fill,
+        "lag1": float(lag1(plan)),
+        "longest_run": float(longest_run(plan)),
         "excluded": {reason: len(ids) for reason, ids in plan.excluded.items()},
         "truncated": len(plan.truncated),
         "sha256": plan.sha256(),

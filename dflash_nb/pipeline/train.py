@@ -16,6 +16,7 @@ import torch
 
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.export import export_drafter
+from dflash_nb.model.initialise import scale_to_head
 from dflash_nb.model.objective import Objective
 from dflash_nb.pipeline.checkpoint import newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig
@@ -30,6 +31,7 @@ from dflash_nb.pipeline.probe import memory_bytes, probe
 from dflash_nb.pipeline.runlog import RunLog, new_run_folder, read_run
 from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize
+from dflash_nb.pipeline.trackers import Tracker
 from dflash_nb.pipeline.window import Window
 from dflash_nb.planner.state import PlanChangedError, PlanState
 
@@ -95,9 +97,13 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
     with log:
         print(f"run folder: {folder}", flush=True)
         for error in broken:
-            log.event("warning", text=f"passed over a broken checkpoint: {error}")
-            print(f"warning: passed over a broken checkpoint: {error}", flush=True)
+            _warn(log, f"passed over a broken checkpoint: {error}")
         yield log, start
+
+
+def _warn(log: RunLog, text: str) -> None:
+    log.event("warning", text=text)
+    print(f"warning: {text}", flush=True)
 
 
 def _check_same_run(job: Job, state: dict[str, Any]) -> None:
@@ -120,6 +126,7 @@ class _Run:
         self.step = self.saved_step = 0
         self.checkpoint: Path | None = None
         self.window: Window | None = None
+        self.tracker = Tracker(self.config.tracker, log.folder, asdict(self.config), lambda text: _warn(log, text))
         self.started = self.saved_at = time.monotonic()
 
     def prepare(self, start: tuple[Path, dict[str, Any]] | None) -> None:
@@ -136,6 +143,7 @@ class _Run:
             autocast=self.target.dtype == torch.bfloat16,
         )
         self.drafter = DFlashDrafter(job.drafter).to(device).train()
+        scale_to_head(self.drafter, self.head)
         self.optimizer = make_optimizer(self.drafter, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
         if start is not None:
             self.checkpoint, state = start
@@ -161,6 +169,7 @@ class _Run:
                 record = self.log.step({"step": self.step + 1, **record, **self._queues()})
                 self.step += 1
             console.step(record)
+            self.tracker.step(record)
             if job.position(self.step)[0] != epoch or self.step == job.total_steps:
                 self.log.event("epoch", epoch=epoch)
             if self.step < job.total_steps:
@@ -189,7 +198,7 @@ class _Run:
             if self.step > self.saved_step:
                 self._save()
         except Exception as problem:
-            self.log.event("warning", text=f"no checkpoint could be written at the end: {type(problem).__name__}: {problem}")
+            _warn(self.log, f"no checkpoint could be written at the end: {type(problem).__name__}: {problem}")
         if isinstance(error, KeyboardInterrupt):
             self._finish("interrupted", None)
         else:
@@ -199,6 +208,7 @@ class _Run:
         """End every thread and let go of the models, which the traceback of an error would keep alive."""
         if self.window is not None:
             self.window.close()
+        self.tracker.close()
         try:
             if hasattr(self, "pool"):
                 self.pool.close()
@@ -217,8 +227,7 @@ class _Run:
                 f"q_hs_mb {config.q_hs_mb} holds {limit / largest:.1f} of the largest batches ({largest / 2**20:,.0f} MiB each), "
                 f"so {workers} target workers cannot always work at once"
             )
-            self.log.event("warning", text=text)
-            print(f"warning: {text}", flush=True)
+            _warn(self.log, text)
         self.source = Prefetcher(job.planned_from(self.step), job.collate, config.prefetch)
         self.window = Window(
             self.source,
@@ -257,6 +266,7 @@ class _Run:
             token_budget=config.token_budget,
         )
         self.log.event("eval", step=self.step, **result)
+        self.tracker.evaluation(self.step, result)
         numbers = ", ".join(f"{name} {result[name]:.2f}" for name in ("loss", "acceptance", "tau") if result[name] is not None)
         print(f"held out at step {self.step:,}: {numbers}  ({result['seconds']:.0f} s)", flush=True)
 

@@ -1,0 +1,84 @@
+"""The printed line and the summary.
+
+Run alone: python -m pytest tests/test_summary.py
+"""
+
+import numpy as np
+import pytest
+from runs import Recipe, write_run
+
+from dflash_nb.pipeline import console as console_module
+from dflash_nb.pipeline.console import Console, clock
+from dflash_nb.pipeline.runlog import read_run
+from dflash_nb.pipeline.summary import summarize
+
+
+def record(step, tokens=1000, seconds=0.5, loss=3.0):
+    return {
+        "step": step,
+        "epoch": 0,
+        "loss": loss,
+        "lr": 1e-3,
+        "tokens": tokens,
+        "seconds": {"step": seconds},
+        "q_prefetch": 8,
+        "q_hs": 2,
+        "q_hs_bytes": 3 << 20,
+    }
+
+
+def test_a_line_says_where_the_run_stands(capsys):
+    Console(np.array([1000, 1000, 4000]), every=0.0).step(record(1))
+    assert capsys.readouterr().out == (
+        "step 1/3  epoch 0  loss 3.000  lr 1.0e-03  2,000 tokens/s  ETA 0:02  q_prefetch 8  q_hs 2 (3 MiB)\n"
+    )
+
+
+def test_the_time_left_follows_the_tokens_of_the_plan():
+    console = Console(np.array([100, 100, 100, 9700]), every=1e9)
+    for step in (1, 2, 3):
+        console.step(record(step, tokens=100, seconds=1.0))
+    assert "ETA 1:37" in console.line(record(3), 100.0)
+    assert "ETA 0:00" in console.line(record(4), 100.0)
+
+
+def test_500_steps_print_few_plain_lines(capsys, monkeypatch):
+    now = iter(np.arange(0, 1000, 0.4).tolist())
+    monkeypatch.setattr(console_module.time, "perf_counter", lambda: next(now))
+    console = Console(np.full(500, 100), every=5.0)
+    for step in range(1, 501):
+        console.step(record(step))
+    out = capsys.readouterr().out
+    assert out.count("\n") <= 60
+    assert "\r" not in out
+    assert "step 1/500" in out and "step 500/500" in out
+
+
+def test_a_step_without_a_loss_has_a_line_too():
+    assert "loss none" in Console(np.ones(3), every=1.0).line(record(1, loss=None), 1.0)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (97_331, "27:02:11")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_a_summary_is_what_the_log_says(tmp_path):
+    run = read_run(write_run(tmp_path / "run", Recipe(steps=300)))
+    summary = summarize(run, 300, True, tmp_path / "checkpoint", tmp_path / "export")
+    losses = run.steps["loss"]
+    assert summary.loss_steps == 15
+    assert summary.first_loss == pytest.approx(np.median(losses[:15]))
+    assert summary.last_loss == pytest.approx(np.median(losses[-15:]))
+    assert summary.efficiency == pytest.approx(run.steps["tokens"].sum() / run.steps["padded_tokens"].sum())
+    assert summary.tokens_per_second == pytest.approx(run.steps["tokens"].sum() / run.steps["seconds_step"].sum())
+    text = summary.text()
+    assert "300 of 300" in text and "median of 15 steps at each end" in text and str(tmp_path / "export") in text
+    assert set(summary.to_json()) >= {"first_loss", "tau_trained", "checkpoint"}
+
+
+def test_a_run_without_a_step_can_be_summed_up(tmp_path):
+    run = read_run(write_run(tmp_path / "run", Recipe(evals={}), status=None, upto=0))
+    summary = summarize(run, 300, False, None, None)
+    assert (summary.steps, summary.first_loss, summary.tau_trained, summary.tokens_per_second) == (0, None, None, None)
+    assert "not measured" in summary.text() and "-p resume" in summary.text()
