@@ -1,6 +1,6 @@
 """One training step of the drafter (forward, loss, backward, AdamW): ours, a plain dense-mask version, and peers where installed.
 
-    python benchmarks/training_step.py [--cases 0,1] [--steps 3] [--out training_step.json]
+    python benchmarks/training_step.py [--cases long,rows] [--steps 3] [--out training_step.json]
 
 Each variant runs each case in a process of its own, float32, block 16, 5 captured layers, one warm-up step. `wall` and `cpu` are
 seconds of the fastest step; `memory` is how far the process grew at its peak above its size with model, head and features
@@ -41,14 +41,15 @@ class Case:
     hidden: int = 576
 
 
-CASES = (
-    Case("context 2,048, 256 anchors", 1, 2048, 256),
-    Case("8 rows of 256, 24 anchors each", 8, 256, 24),
-    Case("context 4,096, 512 anchors", 1, 4096, 512),
-    Case("the first with 5 layers", 1, 2048, 256, layers=5),
-    Case("the first with V 248,320, hidden 256", 1, 2048, 256, vocabulary=248320, hidden=256),
-    Case("A 512, V 248,320, hidden 256", 1, 2048, 512, vocabulary=248320, hidden=256),
-)
+CASES = {
+    "long": Case("context 2,048, 256 anchors", 1, 2048, 256),
+    "rows": Case("8 rows of 256, 24 anchors each", 8, 256, 24),
+    "longer": Case("context 4,096, 512 anchors", 1, 4096, 512),
+    "deep": Case("the first with 5 layers", 1, 2048, 256, layers=5),
+    "vocabulary": Case("the first with V 248,320, hidden 256", 1, 2048, 256, vocabulary=248320, hidden=256),
+    "full": Case("the same with 512 anchors", 1, 2048, 512, vocabulary=248320, hidden=256),
+}
+SMALL = {"small": Case("small, for the tests", 2, 64, 32, layers=1, vocabulary=60000, hidden=64)}
 
 
 def build(case: Case) -> tuple[DFlashDrafter, SimpleNamespace, SimpleNamespace, Anchors]:
@@ -167,34 +168,44 @@ def measure(case: Case, variant: str, steps: int) -> dict:
     }
 
 
+def run(key: str, variant: str, steps: int) -> dict:
+    command = [sys.executable, __file__, "--one", key, variant, "--steps", str(steps)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=",".join(map(str, range(len(CASES)))), help="which rows, for example 0,1")
+    parser.add_argument("--cases", default=",".join(CASES), help="which rows, of %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each")
     parser.add_argument("--out", default="training_step.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    cases = CASES | SMALL
     if arguments.one:
-        number, variant = arguments.one.split(":")
-        print(json.dumps(measure(CASES[int(number)], variant, arguments.steps)))
+        key, variant = arguments.one
+        print(json.dumps(measure(cases[key], variant, arguments.steps)))
         return
 
     rows = []
-    print(f"{'case':38} {'':6} {'wall s':>7} {'cpu s':>7} {'memory':>9}   dense / ours: wall, memory")
-    for number in map(int, arguments.cases.split(",")):
-        results = {}
-        for variant in ("dense", "ours"):
-            command = [sys.executable, __file__, "--one", f"{number}:{variant}", "--steps", str(arguments.steps)]
-            results[variant] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            line = f"{CASES[number].name:38} {variant:6} {results[variant]['wall_s']:7.2f} {results[variant]['cpu_s']:7.2f}"
-            line += f" {results[variant]['memory_gib']:5.2f} GiB"
-            if variant == "ours":
-                line += f"   {results['dense']['wall_s'] / results['ours']['wall_s']:5.2f} x"
-                line += f"  {results['ours']['memory_gib'] / results['dense']['memory_gib']:6.1%}"
-            print(line, flush=True)
-        rows.append({"case": asdict(CASES[number]), **results})
-    missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
-    print(f"not installed, so not timed: {', '.join(missing)}" if missing else "peers are installed but have no adapter here")
+    print(f"{'case':38} {'':6} {'wall s':>7} {'cpu s':>7} {'memory':>9}   dense / ours: wall, cpu; ours / dense: memory")
+    for key in arguments.cases.split(","):
+        case, results = cases[key], {"dense": None}
+        logits_gib = case.rows * case.anchors * 16 * case.vocabulary * 4 / 2**30
+        if 3.5 * logits_gib < free_gib():
+            results["dense"] = run(key, "dense", arguments.steps)
+        else:
+            print(f"{case.name:38} dense  not run: needs over {3 * logits_gib:.0f} GiB, {free_gib():.0f} are free")
+        results["ours"] = run(key, "ours", arguments.steps)
+        for variant, result in results.items():
+            if result:
+                line = f"{case.name:38} {variant:6} {result['wall_s']:7.2f} {result['cpu_s']:7.2f} {result['memory_gib']:5.2f} GiB"
+                if variant == "ours" and (dense := results["dense"]):
+                    line += f"   {dense['wall_s'] / result['wall_s']:.2f}, {dense['cpu_s'] / result['cpu_s']:.2f}"
+                    line += f"; {result['memory_gib'] / dense['memory_gib']:.1%}"
+                print(line, flush=True)
+        rows.append({"case": asdict(case), **results})
+    if missing := [name for name in PEERS if importlib.util.find_spec(name) is None]:
+        print(f"not installed, so not timed: {', '.join(missing)}")
     environment = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -202,6 +213,11 @@ def main() -> None:
         "threads": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
     }
     Path(arguments.out).write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+
+
+def free_gib() -> float:
+    memory = Path("/proc/meminfo").read_text()
+    return int(next(line for line in memory.splitlines() if line.startswith("MemAvailable")).split()[1]) / 2**20
 
 
 if __name__ == "__main__":
