@@ -37,8 +37,9 @@ run: $(INSTALLED)
 	$(BIN)/papermill notebooks/03_train.ipynb runs/$$name/03_train.ipynb -p buckets auto -r run_name $$name \
 		--no-progress-bar --log-output
 
+# A process a core, one thread each: the tests are many small operations. A file stays in one process, which shares its fixtures.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
