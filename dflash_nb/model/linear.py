@@ -37,8 +37,11 @@ def runs_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left [M, I] @ right [O, I].T` by oneDNN, without a gradient. M may be any number; both may be transposed views."""
+    pieces = list(_pieces(len(left)))
+    if len(pieces) == 1 and len(left) % 8 == 0:
+        return _onednn(left, right)
     out = left.new_empty(len(left), len(right))
-    for rows in _pieces(len(left)):
+    for rows in pieces:
         out[rows] = _onednn(_padded(left[rows]), right)[: rows.stop - rows.start]
     return out
 
@@ -85,12 +88,12 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight):
         ctx.save_for_backward(input, weight)
-        return product(input.flatten(0, -2), weight).view(*input.shape[:-1], -1)
+        return product(input.reshape(-1, input.shape[-1]), weight).view(*input.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         input, weight = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
         d_input = product(grad, weight.t()).view_as(input) if ctx.needs_input_grad[0] else None
-        d_weight = weight_gradient(grad, input.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        d_weight = weight_gradient(grad, input.reshape(-1, input.shape[-1])) if ctx.needs_input_grad[1] else None
         return d_input, d_weight

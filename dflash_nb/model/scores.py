@@ -78,7 +78,8 @@ def _score(hidden_nE, label_n, head: TargetHead, with_grad: bool, teacher_uE=Non
     weight_VE, cap, scale = head.weight_VH, head.logit_softcap, head.logit_scale
     vocabulary = weight_VE.shape[0]
     scaled_nE = hidden_nE.to(weight_VE.dtype) * scale
-    tile = max(1024, TILE_BYTES.get(hidden_nE.device.type, TILE_BYTES_ELSEWHERE) // (4 * len(label_n)))
+    rows = 1 << (len(label_n) - 1).bit_length()  # powers of two give few tile shapes, for each of which oneDNN keeps memory
+    tile = max(1024, TILE_BYTES.get(hidden_nE.device.type, TILE_BYTES_ELSEWHERE) // (4 * rows))
 
     drafted, taught = _Softmax(), _Softmax()
     top_n = torch.full(label_n.shape, -torch.inf, device=label_n.device)
