@@ -1,0 +1,60 @@
+"""pytest tests/test_bucket_plan.py"""
+
+import json
+
+import numpy as np
+import pytest
+
+from dflash_nb.data.lengths import LengthHistogram, read_histogram
+from dflash_nb.planner.batches import plan_epoch
+from dflash_nb.planner.bucket_plan import BucketPlan
+from dflash_nb.planner.buckets import evaluate_buckets, optimize_buckets
+from dflash_nb.planner.diversity import repeated_mates
+from dflash_nb.planner.limits import BucketError
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path):
+    plan = optimize_buckets(LengthHistogram.from_lengths(np.arange(1, 2000)))
+    assert plan.why["rule"] and plan.save(tmp_path / "new" / "buckets.json").is_file()
+    assert BucketPlan.load(tmp_path / "new" / "buckets.json") == plan
+    saved = json.loads((tmp_path / "new" / "buckets.json").read_text())
+    assert saved["totals"]["efficiency"] == plan.efficiency
+    assert BucketPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"format": 2}', '{"format": 1}', "not json", '{"format": 1, "rows": [{}], "boundaries": [0, 5]}', "\0"]
+)
+def test_another_file_is_refused_by_name(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(BucketError, match=r"other\.json"):
+        BucketPlan.load(tmp_path / "other.json")
+
+
+def test_totals_are_those_of_the_rows():
+    plan = evaluate_buckets(read_histogram("reference"), (0, 770, 1216, 1728, 2432, 3296, 8192))
+    table = plan.table()
+    assert sum(row["samples"] for row in table) == 902_087 and plan.tokens == sum(row["tokens"] for row in table) == 1_865_899_240
+    assert plan.efficiency == pytest.approx(plan.tokens / sum(row["samples"] * row["expected_padded"] for row in table))
+    assert plan.fill == pytest.approx(plan.tokens / (plan.batches * 49152))
+    for row in table:
+        assert row["mean"] == pytest.approx(row["tokens"] / row["samples"])
+        assert row["efficiency"] == pytest.approx(row["mean"] / row["expected_padded"])
+        assert row["batches"] == pytest.approx(row["samples"] / row["batch_size"])
+
+
+def test_mates_again_is_what_two_epochs_give():
+    histogram = read_histogram("reference")
+    plan = optimize_buckets(histogram, 24)
+    lengths = histogram.expand(0)
+    first, second = (plan_epoch(lengths, boundaries=plan.boundaries, epoch=epoch) for epoch in (0, 1))
+    assert plan.mates_again == pytest.approx(float(repeated_mates(first, second)), rel=0.05)
+
+
+def test_mates_of_a_single_batch_always_meet_again_and_a_lone_sample_has_none():
+    def again(lengths):
+        return evaluate_buckets(LengthHistogram.from_lengths(np.array(lengths)), []).mates_again
+
+    assert again([5, 6, 7]) == 1.0
+    assert again([5]) == 0.0
+    assert again([40_000, 40_001]) == 0.0
