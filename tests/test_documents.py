@@ -57,3 +57,10 @@ def test_a_few_long_documents_among_many_short_ones():
     packed, offsets = pack_documents(lengths, np.arange(len(lengths), dtype=np.int32), 49152, 10**6, 2048)
     assert len(offsets) - 1 <= 55
     assert (np.add.reduceat(lengths[packed], offsets[:-1]) <= 49152).all()
+
+
+def test_the_largest_budget_does_not_overflow():
+    lengths = np.array([2**28, 2**27, 2**27, 2**27, 1], dtype=np.int32)
+    packed, offsets = pack_documents(lengths, np.arange(5, dtype=np.int32), 2**28, 64, 3)
+    assert sorted(packed.tolist()) == list(range(5))
+    assert (np.add.reduceat(lengths[packed].astype(np.int64), offsets[:-1]) <= 2**28).all() and len(offsets) - 1 <= 4

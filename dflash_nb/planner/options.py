@@ -15,7 +15,7 @@ import numpy as np
 STRATEGIES = ("sorted", "random", "bucketed", "pooled", "packed")
 ORDERS = ("balanced", "uniform")
 TOO_LONG = ("error", "drop", "truncate")
-LARGEST_BUDGET = 2**30
+LARGEST_BUDGET = 2**28
 
 
 class PlanError(ValueError):
