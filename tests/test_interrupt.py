@@ -5,7 +5,10 @@ Run alone: python -m pytest tests/test_interrupt.py
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -79,3 +82,38 @@ def test_another_thread_installs_nothing():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+CHILD = """
+import sys, time
+from dflash_nb.pipeline.interrupt import interruptible
+try:
+    with interruptible():
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt as error:
+    open(sys.argv[1], "w").write(str(error))
+"""
+
+
+def test_the_end_of_the_parent_is_an_interrupt(tmp_path):
+    """papermill dies of SIGTERM without a word to its kernel."""
+    said = tmp_path / "said"
+    between = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    parent = subprocess.Popen([sys.executable, "-c", between, CHILD, str(said)], stdout=subprocess.PIPE)
+    parent.stdout.readline()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while not said.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert said.read_text() == "stopped by SIGTERM"
+    parent.stdout.close()
+
+
+def test_no_thread_is_left():
+    before = threading.active_count()
+    with interruptible():
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before

@@ -351,7 +351,8 @@ def test_killed_at_twenty_moments_and_resumed_it_is_the_same_run(made, whole, tm
     """SIGKILL, again and again: while loading, stepping, writing a line or a checkpoint, evaluating."""
     chance = random.Random(0)
     runs = tmp_path / "runs"
-    config = tiny_config(made["dataset"], made["target"], runs, checkpoint_every=1, run_name="killed", topology="2-1")
+    small = {"eval_rows": 1, "eval_prompts": 1, "eval_tokens": 2}
+    config = tiny_config(made["dataset"], made["target"], runs, checkpoint_every=1, run_name="killed", topology="2-1", **small)
     folder, kills = runs / "killed", 0
     while not (folder / "summary.json").exists():
         resume = (folder / "config.json").exists()

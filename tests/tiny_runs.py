@@ -55,6 +55,7 @@ def tiny_config(dataset: Path, target: Path, runs: Path, **changes: object) -> T
         "block_size": 4,
         "anchors": 6,
         "epochs": 2,
+        "max_steps": 0,
         "learning_rate": 3e-3,
         "eval_rows": 4,
         "eval_prompts": 2,

@@ -3,12 +3,19 @@
 Ctrl-C and a notebook's interrupt (SIGINT), and a scheduler's or papermill's end (SIGTERM), both become KeyboardInterrupt, so one path
 writes the last checkpoint and ends the workers. Inside ``with hold:`` the signal waits: an interrupt in the middle of an optimiser
 step would leave half of the weights updated.
+
+papermill dies of SIGTERM at once and its kernel follows within a second (ipykernel looks for its parent that often and then exits hard).
+So the parent is looked for ten times a second here: enough time for the checkpoint of a small drafter.
 """
 
+import _thread
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+PARENT_SECONDS = 0.1
 
 
 class Hold:
@@ -46,16 +53,31 @@ class Hold:
 def interruptible() -> Iterator[Hold]:
     """Handle SIGINT and SIGTERM while inside and put the old handlers back after. Outside the main thread nothing is installed.
 
-    A signal that the process was told to ignore (``nohup``, a background job) stays ignored.
+    A signal that the process was told to ignore (``nohup``, a background job) stays ignored; with SIGTERM ignored, so is the parent's end.
     """
     hold = Hold()
+    if threading.current_thread() is not threading.main_thread():
+        yield hold
+        return
     previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                previous[number] = signal.signal(number, hold.receive)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            previous[number] = signal.signal(number, hold.receive)
+    ended = threading.Event()
+    watcher = threading.Thread(target=_watch_parent, args=(os.getppid(), ended), name="parent-watch", daemon=True)
+    watcher.start()
     try:
         yield hold
     finally:
+        ended.set()
+        watcher.join()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _watch_parent(parent: int, ended: threading.Event) -> None:
+    """Interrupt the main thread as SIGTERM does when the process that started this one is gone."""
+    while not ended.wait(PARENT_SECONDS):
+        if os.getppid() != parent:
+            _thread.interrupt_main(signal.SIGTERM)
+            return
