@@ -8,7 +8,6 @@ papermill dies of SIGTERM at once and its kernel follows within a second (ipyker
 So the parent is looked for ten times a second here: enough time for the checkpoint of a small drafter.
 """
 
-import _thread
 import os
 import signal
 import threading
@@ -79,5 +78,5 @@ def _watch_parent(parent: int, ended: threading.Event) -> None:
     """Interrupt the main thread as SIGTERM does when the process that started this one is gone."""
     while not ended.wait(PARENT_SECONDS):
         if os.getppid() != parent:
-            _thread.interrupt_main(signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
             return
