@@ -64,10 +64,10 @@ def capture(target: FrozenTarget, batch: Batch) -> Finding:
             away = float(difference(part, states[i + 1]).max())
         elif norm is None:
             continue
+        elif float(difference(part, states[-1]).max()) < _limit(target):
+            return stop(f"layer {i}, the last of {last + 1}, is captured after the final norm", advice)
         else:
             away = float(difference(norm(part.to(target.dtype)), states[-1]).max())
-            if away > _limit(target) and float(difference(part, states[-1]).max()) < _limit(target):
-                return stop(f"layer {i}, the last, is captured after the final norm (difference {away:.2g})", advice)
         if away > _limit(target):
             distances = [float(difference(part, state).median()) for state in states[1:-1]]
             nearest = int(np.argmin(distances))

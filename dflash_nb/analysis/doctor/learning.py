@@ -130,7 +130,7 @@ def first_loss(drafter: DFlashDrafter, head: TargetHead, features: Features, los
     if mean < even - SURPRISE:
         return stop(f"{evidence}: too good for a drafter that has learned nothing", "the answer reaches the drafter; do not train")
     if mean > even + SURPRISE:
-        return look(evidence, "scale the drafter to the head (scale_to_head), or the first steps only learn the scale")
+        return look(evidence, "start with a smaller weight in the final norm; until then the first steps only learn the scale")
     return ok(evidence)
 
 
