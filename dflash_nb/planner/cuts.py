@@ -3,12 +3,12 @@
 Costs of buckets add up. So the best K cuts of the lengths up to an edge are, for some lower edge, the best K-1 cuts up to there
 and one bucket in between: the global optimum of all splits on the grid. The costs of all buckets that end at an edge
 arrive as one row; all counts take their minimum over it and it is forgotten. 902,087 lengths and 240 edges take 0.3 s of CPU,
-with all 5,378 lengths as edges 45 s and MEGABYTES MB.
+with all 5,378 lengths as edges 45 s and 65 MB.
 
 Buckets mix less the fewer batches they have: the chance that a mate is met again is about rows of a batch / samples of the bucket.
 Its mean over all samples adds up over buckets too. ``mixing_cuts`` weighs both, and so finds cuts that no count alone gives:
 on the reference lengths 109 buckets in which .31 % of the mates meet again, against .44 % in the cheapest 109; padding is 1.02 and
-.93 %.
+.93 %. Any price of mixing from 0.34 to 0.46 leads to 80 to 127 buckets, 98.6 to 99.1 % efficiency and .22 to .35 % of mates again.
 """
 
 from collections.abc import Iterator

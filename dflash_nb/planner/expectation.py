@@ -50,10 +50,10 @@ def batch_means(
 
 
 class _Sweep:
-    """One pass upwards over the lengths. For every lower split it holds what batches drawn from there up to here cost.
+    """One pass upwards over the lengths. For every lower split it holds what rows drawn from there up to here cost.
 
-    row_counts: the batch sizes k. reach: for each, the position up to which lengths allow k rows.
-    drawn: expected cost of k rows whose longest is that of k draws. one_fewer: the same, the longest that of k - 1 draws.
+    row_counts: the batch sizes k. reach: for each, the position up to which lengths allow k rows. drawn: expected cost of k rows, their
+    longest that of k draws. one_fewer: the same, their longest that of k - 1 draws. at_reach: both as they were at reach[k].
     """
 
     def __init__(
@@ -104,50 +104,53 @@ class _Sweep:
     def packing(self, upper: int) -> tuple[np.ndarray, np.ndarray]:
         """Cost and rows where a batch ends as soon as one more row would break a limit.
 
-        Batches of row_counts[sure] rows are certain; each larger count k needs all its rows within reach[k]. What opens a
-        batch is F with the weight 1 plus, for each k that some batch failed to grow to, F beyond reach[k]: solved from the
-        largest k down, since a batch that opens beyond reach[k] can only fail below k. Weights are not normalised; the
-        quotient of cost and rows does not need it.
+        With c_k the length at reach[k] and G_k = D F^(k-1) the distribution of the longest of k rows, a mean batch has
+            rows = sum over k of G_k(c_k),
+            cost = sum over k of  integral up to c_k of cost(k, x) dG_k(x)  -  F(c_k) x integral up to c_k of cost(k-1, x) dG_k-1(x),
+        what it costs with k rows less what the same batch cost with k - 1. The terms up to row_counts[sure], which every batch reaches,
+        add up to its own. D is F with weight 1 and, for each k that batches fail to grow to, F beyond c_k with the weight of these
+        failures: solved from the largest k down, since a batch that opens beyond c_k fails below k. The weights are not normalised.
         """
         end = self.splits[upper]
         base_L = self.below[self.splits[:upper]]
         samples_L = self.below[end] - base_L
         sure = int((self.reach >= end).sum()) - 1
         within_LK = np.maximum(self.below[self.reach[sure + 1 :]] - base_L[:, None], 0) / samples_L[:, None]
-        likely = (within_LK ** (self.row_counts[sure + 1 :] - 1)).max(axis=0, initial=0.0) >= NEGLIGIBLE
-        larger = int(np.argmin(np.append(likely, False)))
+        reached = (within_LK ** (self.row_counts[sure + 1 :] - 1)).max(axis=0, initial=0.0) >= NEGLIGIBLE
+        larger = int(np.argmin(np.append(reached, False)))
         within_LK = within_LK[:, :larger]
         gap_K = np.diff(self.row_counts[sure : sure + larger + 1])
-        stop_LK = np.ones((upper, larger + 1))
-        stop_LK[:, :-1] -= within_LK**gap_K
+        grow_LK = within_LK**gap_K
 
-        tails_L, tail_below_L = np.zeros(upper), np.zeros(upper)
+        # D(x) = (1 + beyond) F(x) - below, where below collects F(c_k) of the parts that begin beyond c_k
+        beyond_L, below_L = np.zeros(upper), np.zeros(upper)
         batches_L, rows_L, cost_L = np.ones(upper), np.zeros(upper), np.zeros(upper)
         for column in reversed(range(larger)):
             k = sure + 1 + column
             drawn_LK, one_fewer_LK = self.at_reach[k]
             some = slice(len(drawn_LK))
-            within_L = np.maximum(within_LK[some, column], TINY)
-            power_LK = np.exp(np.log(within_L)[:, None] * self.row_counts[sure : k + 1])
-            plain_L, tail_L = 1 + tails_L[some], tail_below_L[some] / within_L
-            cost_LK = power_LK[:, -2:] * (plain_L[:, None] * drawn_LK[:, -2:] - tail_L[:, None] * one_fewer_LK[:, -2:])
-            cost_L[some] += cost_LK[:, 1] - (1 - stop_LK[some, column]) * cost_LK[:, 0]
-            opener_L = plain_L - tail_L
+            within_L = within_LK[some, column]
+            power_LK = np.exp(np.log(np.maximum(within_L, TINY))[:, None] * self.row_counts[sure : k + 1])
+            plain_L, shifted_L = 1 + beyond_L[some], below_L[some] / within_L
+            part_LK = power_LK[:, -2:] * (plain_L[:, None] * drawn_LK[:, -2:] - shifted_L[:, None] * one_fewer_LK[:, -2:])
+            cost_L[some] += part_LK[:, 1] - grow_LK[some, column] * part_LK[:, 0]
+            opener_L = plain_L - shifted_L
             rows_L[some] += gap_K[column] * opener_L * power_LK[:, -1]
 
-            weight_L = opener_L * power_LK[:, -2] * _mean_power(within_L, gap_K[column])
-            missing_LK = power_LK[:, :-1] * (drawn_LK[:, sure:k] - one_fewer_LK[:, sure:k])
-            missing_LK[:, :-1] *= stop_LK[some, :column]
-            cost_L[some] -= weight_L * missing_LK.sum(axis=1)
-            tails_L[some] += weight_L
-            tail_below_L[some] += weight_L * within_LK[some, column]
-            batches_L[some] += weight_L * (1 - within_LK[some, column])
+            failed_L = opener_L * power_LK[:, -2] * _geometric_sum(within_L, gap_K[column])
+            # the integrals of smaller row counts take this part of D from c_k on, not from 0
+            absent_LK = power_LK[:, :-1] * (drawn_LK[:, sure:k] - one_fewer_LK[:, sure:k])
+            absent_LK[:, :-1] *= 1 - grow_LK[some, :column]
+            cost_L[some] -= failed_L * absent_LK.sum(axis=1)
+            beyond_L[some] += failed_L
+            below_L[some] += failed_L * within_L
+            batches_L[some] += failed_L * (1 - within_L)
 
         rows_L += self.row_counts[sure] * batches_L
-        cost_L += (1 + tails_L) * self.drawn_LK[:upper, sure] - tail_below_L * self.one_fewer_LK[:upper, sure]
+        cost_L += (1 + beyond_L) * self.drawn_LK[:upper, sure] - below_L * self.one_fewer_LK[:upper, sure]
         return cost_L / batches_L, rows_L / batches_L
 
 
-def _mean_power(base_L: np.ndarray, terms: int) -> np.ndarray:
+def _geometric_sum(base_L: np.ndarray, terms: int) -> np.ndarray:
     """1 + base + base^2 + ..., so many terms."""
     return np.ones_like(base_L) if terms == 1 else (base_L[:, None] ** np.arange(terms)).sum(axis=1)
