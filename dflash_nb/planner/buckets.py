@@ -75,7 +75,7 @@ def optimize_buckets(
     count: how many buckets, or ``auto``: the rule is ``cuts.RULE``. There are fewer where the grid or the lengths allow no more.
     objective: ``padding``, the padded tokens; or ``time``, the seconds by ``cost.batch_seconds(rows, padded_lengths)``.
     grid: a cut lies one above a multiple of this many tokens, 1 being every length. None: 32 tokens, less for lengths up to 1,024 and
-        more above 8,192, so that short and very long data are cut as finely as their lengths ask for.
+        more above 16,384, so that short and very long data are cut as finely as their lengths ask for.
 
     Raises:
         BucketError: a parameter that does not exist or is out of range, or a sample longer than the budget.

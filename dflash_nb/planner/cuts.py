@@ -126,7 +126,7 @@ def unavoidable_cost(histogram: LengthHistogram, limits: Limits, batch_cost: Bat
 def candidate_edges(histogram: LengthHistogram, limits: Limits, grid: int | None) -> np.ndarray:
     """Where a cut may lie, int64[E]: 0, one above each multiple of the step, above the longest; the lowest of edges that split alike.
 
-    The step is ``grid`` tokens. Without a grid it follows the length: 1/32 of it up to 32 tokens, and 1/256 of it above 8,192, both
+    The step is ``grid`` tokens. Without a grid it follows the length: 1/32 of it up to 32 tokens, and 1/256 of it above 16,384, both
     rounded down to a power of two. It is rounded up to ``pad_multiple``, since a cut inside one padded length gains nothing. One
     above, because a bucket is padded to its longest sample: 64 rows of 768 tokens fill a budget of 49,152, and 769 break it.
     """
