@@ -1,4 +1,4 @@
-"""The doctor finds planted faults and leaves sound configurations alone.
+"""The doctor finds every one of some 80 planted faults, by the right check, and leaves sound configurations alone.
 
 Run alone: python -m pytest tests/test_doctor.py
 """
@@ -26,6 +26,8 @@ from dflash_nb.model.export import export_drafter
 from dflash_nb.model.initialise import scale_to_head
 from dflash_nb.model.objective import block_loss
 from dflash_nb.model.target import FrozenTarget
+from dflash_nb.pipeline.job import prepare_job
+from dflash_nb.pipeline.memory import predict_job
 
 IDS = (1, 3, 7)  # the last layer among them
 BLOCK = 6
@@ -273,6 +275,15 @@ def test_disk_faults(tmp_path, drafter):
     assert_stop(environment.disk(tmp_path / "file" / "runs", needed), "not a folder")
 
 
+def test_memory_faults(dataset_path, folders, tmp_path):
+    plan = predict_job(prepare_job(tiny_config(dataset_path, folders["qwen3"], tmp_path / "runs")))
+    needed = plan.total("cpu")
+    assert environment.memory(plan, {"cpu": 2 * needed}).level == environment.memory(plan, {}).level == Level.OK
+    assert_look(environment.memory(plan, {"cpu": 1.05 * needed}), "95%")
+    assert_stop(environment.memory(plan, {"cpu": 0.9 * needed}), "cpu needs")
+    assert environment.free_memory(["cpu"]).get("cpu", 1) > 0
+
+
 # Data
 
 
@@ -348,7 +359,7 @@ def with_features(target, change):
     return Instead(target, features=faulty)
 
 
-def test_wrong_layer_captured(target, targets, batch):
+def test_wrong_layer_captured(target, batch):
     shifted = FrozenTarget(target.model, target.info, (2, 4, 7))
     assert_stop(features.capture(Instead(shifted, layer_ids=IDS), batch), "layer 1 differs", "nearest to layer 2")
 
@@ -404,8 +415,14 @@ def test_padding_on_the_left_reaches_features(targets, batch, family):
 
 
 def test_packing_leaks_through_recurrent_layers_only(targets, batch):
-    assert_stop(features.packing(targets["hybrid"], batch), "recurrent layers")
-    assert features.packing(targets["qwen3"], batch).level == Level.OK
+    assert_stop(features.packing(targets["hybrid"], batch, packed=True), "recurrent layers")
+    assert features.packing(targets["hybrid"], batch, packed=False).level == Level.OK
+    assert features.packing(targets["qwen3"], batch, packed=True).level == Level.OK
+
+    def refuses(*arguments, **inputs):
+        raise ValueError("cu_seqlens needs its kernels")
+
+    assert_stop(features.packing(Instead(targets["qwen3"], capture=refuses), batch, packed=True), "refused", "cu_seqlens")
 
 
 def test_features_that_are_dead_or_not_finite(target, batch):

@@ -1,7 +1,7 @@
 """Is this environment, dataset, target and drafter fit to train? ``examine(config)`` answers before the first step.
 
 Most faults of such trainers show after days: labels off by one, a layer off by one, a mask that leaks, a rope base lost in the export.
-Each is asked for by an experiment on the loaded models themselves, on a few rows of the real data: 29 checks, 5 s of CPU for the sample.
+Each is asked for by an experiment on the loaded models themselves, on a few rows of the real data: 31 checks, 5 s of CPU for the sample.
 A check is one line: OK, LOOK or STOP, evidence with a number, and what to do. ``examine(config).require()`` ends the run at a STOP.
 """
 
@@ -25,6 +25,7 @@ from dflash_nb.model.target_info import GROWING_LAYERS, TargetInfo, read_target_
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.job import Job, prepare_job
 from dflash_nb.pipeline.local import Placement, load_targets, place
+from dflash_nb.pipeline.memory import predict_job
 
 __all__ = ["Check", "DoctorError", "Examination", "Level", "examine"]
 
@@ -40,9 +41,9 @@ def examine(config: TrainConfig) -> Examination:
     started = time.perf_counter()
     if config.watch:
         return Examination((), left_out="a run is looked at, not trained")
-    config = config.resumed()
     checks: list[Check] = []
-    job = _examine_inputs(config, checks)
+    config = _attempt(checks, "resume", config.resumed)
+    job = None if config is None else _examine_inputs(config, checks)
     left_out = ""
     if job is None:
         left_out = "target and drafter were not loaded; mend the STOPs first"
@@ -86,6 +87,9 @@ def _examine_inputs(config: TrainConfig, checks: list[Check]) -> Job | None:
 
 def _examine_models(job: Job, checks: list[Check]) -> None:
     """Load one target and a fresh drafter, as training does, and experiment on them."""
+    memory = _attempt(checks, "memory", predict_job, job)
+    if memory is not None:
+        checks.append(environment.memory(memory, environment.free_memory(memory.devices)))
     first, device = job.placement.targets[0], job.placement.drafter
     loaded = _attempt(
         checks, "target weights", load_targets, job.info, job.drafter.target_layer_ids, Placement((first,), device), job.config.dtype
@@ -101,7 +105,7 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
     batch = _few_rows(job, PROBE_ROWS, PROBE_LENGTH)
     checks.append(environment.disk(job.config.runs_folder, environment.run_bytes(drafter, job.config.keep_checkpoints)))
     checks.append(data.batch_rows(job.dataset, batch))
-    checks += examine_target(target, batch)
+    checks += examine_target(target, batch, job.config.strategy == "packed")
     learned = target.features(_few_rows(job, LOSS_ROWS, LOSS_LENGTH)).to(device)
     checks += examine_drafter(drafter, head, job.info, learned, environment.existing(job.config.runs_folder))
     del loaded, target, head, drafter, learned
@@ -109,12 +113,13 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
         torch.cuda.empty_cache()
 
 
-def examine_target(target: FrozenTarget, batch: Batch) -> list[Check]:
-    """The experiments on a loaded target, with a few rows of data."""
+def examine_target(target: FrozenTarget, batch: Batch, packed: bool = False) -> list[Check]:
+    """The experiments on a loaded target, with a few rows of data; ``packed`` says whether rows will be packed."""
     return [
         features.capture(target, batch),
         features.feature_rows(target, batch),
         features.padding(target, batch),
+        features.packing(target, batch, packed),
         features.alive(target, batch),
         features.head(target, batch),
     ]

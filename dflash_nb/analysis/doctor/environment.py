@@ -1,4 +1,4 @@
-"""Can this machine run it: compiler, kernels, allocator, tracker, disk.
+"""Can this machine run it: compiler, kernels, allocator, tracker, disk, memory.
 
 Triton compiles C at run time, so a missing compiler or Python header ends a GPU run at its first step ("Failed to find C compiler");
 a CPU needs neither. Compiling six lines takes 0.1 s and proves more than finding a file. A tracker is never a STOP: a run goes on
@@ -11,14 +11,17 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_nb.analysis.doctor.check import Finding, check, look, ok, stop
 from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.pipeline.memory import MemoryPlan, resident_bytes
 from dflash_nb.pipeline.trackers import WANDB_SETTINGS
 
 NOT_NEEDED = "not needed on the CPU"
@@ -167,3 +170,41 @@ def run_bytes(drafter: DFlashDrafter, keep_checkpoints: int) -> float:
     """Bytes of a run folder at its fullest: the checkpoints kept, the one being written, and the export."""
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     return parameters * (CHECKPOINT_BYTES * (keep_checkpoints + 1) + 4)
+
+
+@check("memory")
+def memory(plan: MemoryPlan, capacity: Mapping[str, float]) -> Finding:
+    """Does what the largest batch needs fit on every device? ``capacity`` is in bytes; a device that it leaves out is not judged."""
+    parts, worst = [], 0.0
+    for device in plan.devices:
+        needed, room = plan.total(device), capacity.get(device)
+        parts.append(f"{device} needs {needed / 1e9:,.2f} GB of {'an unknown size' if room is None else f'{room / 1e9:,.1f}'}")
+        worst = max(worst, 0.0 if room is None else needed / room)
+    advice = "lower token_budget, anchors or q_hs_mb (pipeline.memory.predict_job says what takes how much)"
+    if worst > 1:
+        return stop("; ".join(parts), advice)
+    if worst > 0.9:
+        return look(f"{'; '.join(parts)}: {worst:.0%} is predicted", advice)
+    return ok("; ".join(parts))
+
+
+def free_memory(devices: Iterable[str]) -> dict[str, float]:
+    """Bytes that this process can have on each device, what it holds already included. Devices that do not say are left out."""
+    found = {}
+    for device in devices:
+        if device.startswith("cuda"):
+            found[device] = float(torch.cuda.mem_get_info(device)[0])
+        elif (room := _free_on_the_machine()) is not None:
+            found[device] = room + resident_bytes()
+    return found
+
+
+def _free_on_the_machine() -> float | None:
+    """What Linux calls available, or what the container's limit leaves, whichever is less."""
+    rooms = []
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.is_file():
+        rooms += [1024.0 * int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    if (group / "memory.max").is_file() and (limit := (group / "memory.max").read_text().strip()).isdecimal():
+        rooms.append(float(limit) - float((group / "memory.current").read_text()))
+    return min(rooms, default=None)

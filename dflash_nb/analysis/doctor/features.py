@@ -124,18 +124,23 @@ def padding(target: FrozenTarget, batch: Batch) -> Finding:
 
 
 @check("packing")
-def packing(target: FrozenTarget, batch: Batch) -> Finding:
-    """Has a row the same features when it stands behind another one in a packed row? Only asked for the packed strategy."""
-    first, second = one_row(batch, 0, PROBE_TOKENS), one_row(batch, 1, PROBE_TOKENS)
+def packing(target: FrozenTarget, batch: Batch, packed: bool) -> Finding:
+    """Has a row the same features when it stands behind another one in a packed row? A STOP only if the run packs."""
+    first, second = one_row(batch, 0, PROBE_TOKENS), one_row(batch, batch.rows - 1, PROBE_TOKENS)
     ids_1T = torch.cat([_ids(target, first), _ids(target, second)], 1)
     positions = torch.cat([torch.arange(row.padded_length, device=target.device) for row in (first, second)])[None]
     every_T = torch.arange(ids_1T.shape[1], device=target.device)
-    packed, _ = target.capture(every_T, False, input_ids=ids_1T, position_ids=positions, use_cache=False)
-    away = float(difference(packed[first.padded_length :], target.features(second).features_ND).max())
-    if away > _limit(target):
+    try:
+        together, _ = target.capture(every_T, False, input_ids=ids_1T, position_ids=positions, use_cache=False)
+    except Exception as error:  # a refusal is an answer
+        evidence = f"2 packed rows are refused ({type(error).__name__}: {error})"
+    else:
+        away = float(difference(together[first.padded_length :], target.features(second).features_ND).max())
+        if away < _limit(target):
+            return ok(f"the second of 2 packed rows differs by at most {away:.1g} from itself alone")
         kind = "recurrent layers carry their state over" if target.info.is_hybrid else "attention reads the row before"
-        return stop(f"features of the second of 2 packed rows change by {away:.2g}: {kind}", "set strategy to bucketed")
-    return ok(f"features of the second of 2 packed rows change by at most {away:.1g}")
+        evidence = f"the second of 2 packed rows changes by {away:.2g}, {kind}"
+    return stop(evidence, "set strategy to bucketed") if packed else ok(f"not used; {evidence}")
 
 
 @check("head")
