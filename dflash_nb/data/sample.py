@@ -221,7 +221,7 @@ def write_sample(folder: Path, functions: list[Function], tokenizer_folder: Path
         "source": f"functions and methods of the standard library of Python {platform.python_version()}",
         "rows": rows,
         "max_length": MAX_LENGTH,
-        "too_long": too_long,
+        "too_long": {"policy": "drop", "rows": too_long},
         "created_with": {"python": platform.python_version(), "pyarrow": pa.__version__},
     }
     (folder / "dataset.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

@@ -266,7 +266,22 @@ def train(rank: int, run: Run, data: Path, out: Path) -> None:
             print(f"step {step + 1}/{run.steps} loss {loss:.3f} {tokens / seconds:,.0f} tokens/s {seconds:.0f} s", flush=True)
     dist.destroy_process_group()
     if rank == 0:
+        shrink_unused_tokens(model, dataset, tokenizer)
         save_target(model, out)
+
+
+@torch.no_grad()
+def shrink_unused_tokens(model: Qwen3_5ForCausalLM, dataset: TokenDataset, tokenizer: Tokenizer) -> None:
+    """Make the embeddings of the special tokens that no text holds, the mask token among them, a short step along the mean token.
+
+    Training pushes such rows far from every hidden state (norm 6.5 where others have 2.3), and a drafter's block starts from the mask
+    token's row: its first loss was 73 nats and 65 after ten steps. With short rows it is 12.6, then 7.4. The target loses 0.0005 nats.
+    """
+    weight_VH = model.get_input_embeddings().weight
+    ids = np.concatenate([dataset.row(row)[0] for row in range(len(dataset))])
+    count_V = torch.from_numpy(np.bincount(ids, minlength=len(weight_VH))).float()
+    mean_H = count_V / count_V.sum() @ weight_VH
+    weight_VH[[tokenizer.token_to_id(token) for token in (PAD, MASK, START)]] = 0.05 * mean_H
 
 
 def save_target(model: Qwen3_5ForCausalLM, folder: Path) -> None:
@@ -274,7 +289,9 @@ def save_target(model: Qwen3_5ForCausalLM, folder: Path) -> None:
     weights = {name: value.detach().bfloat16().contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"}
     with write_aside(folder / "model.safetensors") as aside:
         aside.write_bytes(save(weights, metadata={"format": "pt"}))
-    _write_json(folder / "config.json", model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"})
+    config = model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"}
+    config.pop("_name_or_path", None)
+    _write_json(folder / "config.json", config)
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:
@@ -284,7 +301,7 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_nb.model.train_sample_target", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.006)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread; the batch grows with them")
