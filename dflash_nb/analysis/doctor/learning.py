@@ -68,7 +68,7 @@ def labels(
     """On ids 0, 1, 2, ...: are anchors supervised, is the label of slot k token anchor + k, and is the block filled with mask tokens?"""
     first, second = 3 * block_size + 20, block_size + 4
     mask_N = np.ones(first + second, bool)
-    mask_N[:5] = mask_N[2 * block_size + 6] = mask_N[first : first + second - 3] = False
+    mask_N[:5] = mask_N[2 * block_size + 6] = mask_N[first + 3 : first + second - 3] = False
     tokens, lengths_B = len(mask_N), np.array([first, second])
     anchors = draw(mask_N, lengths_B, np.array([0, 1]), tokens, block_size, 0, 0)
     run_N = _supervised_ahead(mask_N, lengths_B)
