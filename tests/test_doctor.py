@@ -591,7 +591,7 @@ def test_anchors_in_prompts_and_labels_past_the_row():
     def across_rows(mask_N, lengths_B, sample_ids_B, *rest):
         return draw_anchors(mask_N, lengths_B.sum(keepdims=True), sample_ids_B[:1], *rest)
 
-    assert_stop(learning.labels(BLOCK, draw=across_rows), "past the supervised text or their row")
+    assert_stop(learning.labels(BLOCK, draw=across_rows), "no supervised next token")
     assert_stop(learning.labels(BLOCK, draw=everywhere), "anchors stand in prompts")
     assert_stop(learning.labels(BLOCK, draw=too_long), "past the supervised text")
 
