@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/test_train.py
 """
 
 import collections
+import gc
 import json
 import math
 import multiprocessing
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import save_target, tiny_config, write_dataset
 
+from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.export import load_drafter
 from dflash_nb.model.target import FrozenTarget
 from dflash_nb.pipeline.checkpoint import OPTIMIZER, STATE, WEIGHTS, checkpoints
@@ -255,6 +257,8 @@ def test_a_batch_that_always_fails_stops_the_run_with_its_samples_and_the_next_r
         fails(patch, index=7)
         with pytest.raises(WorkerError) as caught:
             train(tiny_config(made["dataset"], made["target"], tmp_path))
+    gc.collect()
+    assert not any(type(thing) in (DFlashDrafter, FrozenTarget) for thing in gc.get_objects()), "the error keeps the models alive"
     assert list(caught.value.sample_ids) == ids
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     (folder,) = tmp_path.iterdir()

@@ -17,7 +17,6 @@ from dflash_nb.model.target import FrozenTarget, TargetHead
 from dflash_nb.pipeline.step import LossSettings, accuracy, batch_loss
 
 LONGEST_PROMPT = 512
-EVAL_EPOCH = 0
 
 
 def evaluate(

@@ -142,10 +142,11 @@ class LocalPool:
         if not works:
             raise ValueError("a pool needs at least one worker")
         self.stop = stop or threading.Event()
+        self._works = dict(works)
         self._tasks: deque[_Task] = deque()
         self._changed = threading.Condition()
         self._alive = dict.fromkeys(works, 0)
-        self._threads = [threading.Thread(target=self._serve, args=item, name=item[0], daemon=True) for item in works.items()]
+        self._threads = [threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in works]
         for thread in self._threads:
             thread.start()
 
@@ -176,20 +177,23 @@ class LocalPool:
             self._changed.notify_all()
         for task in tasks:
             task.future.cancel()
+        deadline = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, deadline - time.monotonic()))
         if stuck := [thread.name for thread in self._threads if thread.is_alive()]:
             raise RuntimeError(f"worker {', '.join(stuck)} is still computing {timeout:g} s after it was asked to stop")
+        # A failure that somebody keeps holds these frames by its traceback, and through them the pool: not the models as well.
+        self._works.clear()
 
-    def _serve(self, name: str, work: Callable[[Any], Any]) -> None:
+    def _serve(self, name: str) -> None:
         while (task := self._take(name)) is not None:
             if task.future.set_running_or_notify_cancel():
-                self._run(name, work, task)
+                self._run(name, task)
             del task
 
-    def _run(self, name: str, work: Callable[[Any], Any], task: _Task) -> None:
+    def _run(self, name: str, task: _Task) -> None:
         try:
-            features = work(task.batch)
+            features = self._works[name](task.batch)
         except BaseException as error:
             self._count(name, failed=True)
             task.future.set_exception(_failure(name, error))
@@ -216,8 +220,6 @@ class LocalPool:
 
 
 def _failure(name: str, error: BaseException) -> WorkerFailure:
-    # The outermost frame is the pool's own and holds the future: kept, it would tie the failure into a reference cycle.
-    error.__traceback__ = error.__traceback__.tb_next
     traceback.clear_frames(error.__traceback__)
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ and a checkpoint every ``checkpoint_every`` steps.
 """
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.interrupt import Hold, interruptible
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import bytes_per_token, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.local import LocalPool, bytes_per_token, intra_op_threads, load_targets, target_pool
 from dflash_nb.pipeline.optimizer import make_optimizer
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.probe import memory_bytes, probe
@@ -125,6 +126,7 @@ class _Run:
         self.job, self.config, self.log, self.hold = job, job.config, log, hold
         self.step = self.saved_step = 0
         self.checkpoint: Path | None = None
+        self.pool: LocalPool | None = None
         self.window: Window | None = None
         self.tracker = Tracker(self.config.tracker, log.folder, asdict(self.config), lambda text: _warn(log, text))
         self.started = self.saved_at = time.monotonic()
@@ -191,9 +193,13 @@ class _Run:
         return self._finish(status, export)
 
     def rescue(self, error: BaseException) -> None:
-        """After an interrupt or an error: stop the workers, save the last finished step, say how it ended."""
-        if hasattr(self, "pool"):
+        """After an interrupt or an error: stop the workers, save the last finished step, say how it ended.
+
+        The frames of what failed are cleared: a notebook keeps the last traceback, and with it everything on the device.
+        """
+        if self.pool is not None:
             self.pool.stop.set()
+        traceback.clear_frames(error.__traceback__)
         try:
             if self.step > self.saved_step:
                 self._save()
@@ -208,13 +214,14 @@ class _Run:
         """End every thread and let go of the models, which the traceback of an error would keep alive."""
         if self.window is not None:
             self.window.close()
-        self.tracker.close()
-        try:
-            if hasattr(self, "pool"):
+        if self.pool is not None:
+            try:
                 self.pool.close()
-        finally:
-            for name in ("pool", "target", "head", "drafter", "optimizer", "window"):
-                self.__dict__.pop(name, None)
+            except RuntimeError as problem:
+                _warn(self.log, str(problem))
+        self.tracker.close()
+        for name in ("pool", "target", "head", "drafter", "optimizer", "window"):
+            self.__dict__.pop(name, None)
 
     def _start_window(self, targets: list) -> None:
         job, config = self.job, self.config
@@ -277,6 +284,7 @@ class _Run:
     def _save(self) -> None:
         if self.step == self.saved_step and self.checkpoint is not None:
             return
+        started = time.monotonic()
         epoch, next_batch = self.job.position(self.step)
         state = {
             "plan": PlanState.at(self.job.plan(epoch), next_batch, self.job.fingerprint).to_json(),
@@ -287,7 +295,7 @@ class _Run:
         folder = self.log.folder / "checkpoints"
         self.checkpoint = write_checkpoint(folder, self.step, self.drafter, self.optimizer, state, self.config.keep_checkpoints)
         self.saved_step, self.saved_at = self.step, time.monotonic()
-        self.log.event("checkpoint", path=str(self.checkpoint.relative_to(self.log.folder)))
+        self.log.event("checkpoint", path=str(self.checkpoint.relative_to(self.log.folder)), seconds=self.saved_at - started)
 
     def _finish(self, status: str, export: Path | None, **details: Any) -> RunSummary:
         summary = summarize(read_run(self.log.folder), self.job.total_steps, status == "finished", self.checkpoint, export)
