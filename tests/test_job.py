@@ -63,6 +63,13 @@ def test_truncation_reaches_the_batches(made, tmp_path):
     assert job.plans[0]["truncated"] > 0
 
 
+def test_cuts_count_on_the_rows_that_the_slot_budget_leaves(made, tmp_path):
+    config = {"anchors": 2, "block_size": 4, "slot_budget": 3 * 2 * 4}
+    job = job_of(made, tmp_path, **config)
+    assert max(row.batch_size for row in job.buckets.rows) <= 3
+    assert max(len(batch.sample_ids) for _, batch in job.planned_from(0)) <= 3
+
+
 def with_unsupervised(made, tmp_path):
     return {"dataset": write_dataset(tmp_path / "unsupervised", supervised=False)}
 

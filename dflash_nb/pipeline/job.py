@@ -153,12 +153,13 @@ def prepare_job(config: TrainConfig) -> Job:
         "slots_per_row": config.anchors * config.block_size,
         "slot_budget": config.slot_budget,
     }
-    eligible = select_samples(dataset.lengths, dataset.n_supervised, PlanOptions(**{**options, "strategy": "random"}))
+    without_cuts = PlanOptions(**{**options, "strategy": "random"})
+    eligible = select_samples(dataset.lengths, dataset.n_supervised, without_cuts)
     buckets = resolve_buckets(
         config.buckets,
         LengthHistogram.from_lengths(eligible.lengths.astype(np.int64)),
         token_budget=config.token_budget,
-        max_batch=config.max_batch,
+        max_batch=without_cuts.most_rows,
         pad_multiple=config.pad_multiple,
     )
     options |= {"boundaries": buckets.boundaries, "seed": config.seed, "n_supervised": dataset.n_supervised}
