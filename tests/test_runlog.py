@@ -91,6 +91,13 @@ def test_a_record_must_be_whole_and_plain(tmp_path):
     assert len(read_run(tmp_path)) == 0
 
 
+def test_counts_stay_whole_numbers_in_whatever_type_they_come(tmp_path):
+    with RunLog.create(tmp_path, {}) as log:
+        log.step(record(1, slots=np.float32(5000), q_hs_bytes=3e6, weight=np.float64(2.5)))
+    run = read_run(tmp_path)
+    assert run.steps["slots"].tolist() == [5000] and run.steps["q_hs_bytes"].tolist() == [3_000_000] and run.bad_lines == 0
+
+
 def test_time_is_stamped_and_elapsed_goes_on_after_a_resume(tmp_path):
     bare = {name: value for name, value in record(1).items() if name not in ("time", "elapsed")}
     with RunLog.create(tmp_path, {}) as log:
@@ -241,6 +248,7 @@ def test_older_and_newer_logs_are_read_with_what_they_have(tmp_path):
     (tmp_path / "steps.jsonl").write_text('{"step":1,"loss":2.5}\n{"step":2,"loss":2,"new":{"a":1},"slot_accuracy":[0.5]}\n')
     run = read_run(tmp_path)
     assert run.steps["loss"].tolist() == [2.5, 2.0] and np.isnan(run.steps["lr"]).all() and run.steps["slot_accuracy"].shape == (2, 1)
+    assert run.steps["finite"].all() and not run.steps["clipped"].any()
     assert len(run.batches["loss"]) == 0 and run.config == {} and run.events == []
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from dflash_nb import home
 from dflash_nb.data.source import dataset_path
+from dflash_nb.model.target_info import resolve_target
 from dflash_nb.pipeline.environment import git_commit, versions
 from dflash_nb.pipeline.parameters import ParameterError, Parameters, option
 
@@ -20,8 +21,8 @@ STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
 HARMLESS = frozenset(
     (
-        "resume", "watch", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every", "checkpoint_minutes",
-        "keep_checkpoints", "time_limit", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
+        "resume", "watch", "device", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every",
+        "checkpoint_minutes", "keep_checkpoints", "time_limit", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
 
@@ -166,7 +167,7 @@ class TrainConfig(NotebookConfig):
         if self.watch:
             return {"run folder": Path(self.watch)}
         run = Path(self.resume) if self.resume else self.runs_folder / (self.run_name or "<date>-<dataset>-<strategy>")
-        return {"dataset": dataset_path(self.dataset), "run folder": run}
+        return {"dataset": dataset_path(self.dataset), "target": resolve_target(self.target), "run folder": run}
 
     @classmethod
     def from_notebook(cls, namespace: Mapping[str, Any]) -> Self:
@@ -205,8 +206,7 @@ def saved_config(folder: Path) -> TrainConfig:
         raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json") from None
     except ValueError as problem:
         raise ParameterError(f"resume: {path} is not readable: {problem}") from None
-    known = {each.name for each in fields(TrainConfig)}
-    if not isinstance(values, dict) or (strange := sorted(set(values) - known)):
+    if strange := sorted(set(values) - {each.name for each in fields(TrainConfig)}):
         raise ParameterError(f"resume: {path} holds settings that this version does not know: {', '.join(strange)}")
     return TrainConfig(**values)
 

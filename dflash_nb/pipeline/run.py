@@ -22,27 +22,27 @@ from dflash_nb.pipeline.lock import is_locked
 BLOCK_BYTES = 4 << 20
 STAGES = ("fetch", "target", "transfer", "wait", "drafter", "optimizer", "step")
 
-_WHOLE, _REAL = pa.int64(), pa.float64()
+WHOLE, _REAL = pa.int64(), pa.float64()
 _SECONDS = pa.struct([(stage, _REAL) for stage in STAGES])
 BATCH_FIELDS = {
-    **dict.fromkeys(("index", "bucket", "rows", "tokens", "padded_tokens", "padded_length"), _WHOLE),
+    **dict.fromkeys(("index", "bucket", "rows", "tokens", "padded_tokens", "padded_length"), WHOLE),
     **dict.fromkeys(("loss", "weight"), _REAL),
-    "sample_ids": pa.list_(_WHOLE),
-    "supervised": _WHOLE,
-    "slots": _WHOLE,
+    "sample_ids": pa.list_(WHOLE),
+    "supervised": WHOLE,
+    "slots": WHOLE,
     "seconds": _SECONDS,
 }
 STEP_FIELDS = {
-    "step": _WHOLE,
-    "epoch": _WHOLE,
+    "step": WHOLE,
+    "epoch": WHOLE,
     **dict.fromkeys(("time", "elapsed", "loss", "weight", "lr", "grad_norm"), _REAL),
     "clipped": pa.bool_(),
     "finite": pa.bool_(),
-    **dict.fromkeys(("slots", "blocks", "supervised", "tokens", "padded_tokens"), _WHOLE),
+    **dict.fromkeys(("slots", "blocks", "supervised", "tokens", "padded_tokens"), WHOLE),
     "slot_accuracy": pa.list_(_REAL),
     "acceptance": _REAL,
     "seconds": _SECONDS,
-    **dict.fromkeys(("q_prefetch", "q_hs", "q_hs_bytes", "memory_bytes"), _WHOLE),
+    **dict.fromkeys(("q_prefetch", "q_hs", "q_hs_bytes", "memory_bytes"), WHOLE),
     "batches": pa.list_(pa.struct(list(BATCH_FIELDS.items()))),
 }
 OPTIONAL_STEP_FIELDS = frozenset({"memory_bytes"})
@@ -295,13 +295,14 @@ def _flat(columns: Mapping[str, pa.Array]) -> dict[str, np.ndarray]:
         if pa.types.is_struct(column.type):
             flat |= {f"{name}_{stage}": part for stage, part in zip(STAGES, map(_numbers, column.flatten()), strict=True)}
         else:
-            flat[name] = _numbers(column)
+            flat[name] = _numbers(column, missing=name == "finite")
     return flat
 
 
-def _numbers(column: pa.Array) -> np.ndarray:
+def _numbers(column: pa.Array, missing: bool = False) -> np.ndarray:
+    """A column as numpy: NaN where a number is missing, ``missing`` where a truth value is."""
     if pa.types.is_boolean(column.type):
-        return column.fill_null(False).to_numpy(zero_copy_only=False)
+        return column.fill_null(missing).to_numpy(zero_copy_only=False)
     if column.null_count:
         column = column.cast(_REAL).fill_null(np.nan)
     return column.to_numpy(zero_copy_only=False).copy()

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 
 from dflash_nb import home
 from dflash_nb.pipeline import lock
 from dflash_nb.pipeline.environment import describe_environment
-from dflash_nb.pipeline.run import BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, OPTIONAL_STEP_FIELDS, STAGES, STEP_FIELDS, RunError
+from dflash_nb.pipeline.run import BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, OPTIONAL_STEP_FIELDS, STAGES, STEP_FIELDS, WHOLE, RunError
 from dflash_nb.pipeline.run import Run as Run
 from dflash_nb.pipeline.run import read_run as read_run
 
@@ -127,7 +128,8 @@ class RunLog:
         watched = [record["loss"], record["grad_norm"], *(batch["loss"] for batch in record["batches"])]
         finite = all(value is None or math.isfinite(value) for value in watched)
         full = {"time": time.time(), "elapsed": time.perf_counter() - self._started, **record, "finite": finite}
-        line = {name: _plain(full[name]) for name in STEP_FIELDS if name in full}
+        line = _typed(full, STEP_FIELDS)
+        line["batches"] = [_typed(batch, BATCH_FIELDS) for batch in record["batches"]]
         _write_line(self._steps, line)
         self._step = line["step"]
         return line
@@ -195,6 +197,16 @@ def _check_keys(record: Mapping[str, Any], known: Mapping[str, Any], optional: f
         )
     if set(record.get("seconds", ())) - set(STAGES):
         raise ValueError(f"seconds holds {', '.join(record['seconds'])}; known: {', '.join(STAGES)}")
+
+
+def _typed(record: Mapping[str, Any], fields: Mapping[str, pa.DataType]) -> dict[str, Any]:
+    """The record in the order and kinds of ``fields``: a count stays a whole number, whatever number type it comes in."""
+    line = {}
+    for name, kind in fields.items():
+        if name in record and name != "batches":
+            value = record[name]
+            line[name] = int(value) if kind == WHOLE and value is not None else _plain(value)
+    return line
 
 
 def _plain(value: Any) -> Any:
