@@ -21,8 +21,8 @@ STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
 HARMLESS = frozenset(
     (
-        "resume", "watch", "device", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "checkpoint_every",
-        "checkpoint_minutes", "keep_checkpoints", "time_limit", "log_every", "tracker", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
+        "resume", "watch", "device", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "time_limit", "tracker",
+        "checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "log_every", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
 
