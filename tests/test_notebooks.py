@@ -182,3 +182,11 @@ def test_bad_parameters_stop_before_anything_is_loaded(tmp_path, places, paramet
     done, _ = execute("03_train", tmp_path, places["elsewhere"], runs_dir=str(tmp_path / "runs"), **parameters)
     assert done.returncode != 0 and said in done.stderr
     assert not (tmp_path / "runs").exists(), "nothing was written"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "03_train"])
+def test_planning_and_diagnosis_start_without_torch(name):
+    [imports] = [cell.source for cell in code_cells(ROOT / "notebooks" / f"{name}.ipynb") if cell.source.startswith(("from", "import"))]
+    check = "import sys; assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", f"{imports}\n{check}"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
