@@ -191,7 +191,8 @@ def test_two_builds_at_once_end_in_one_folder(tmp_path):
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path):
-    build = subprocess.Popen([sys.executable, "-c", BUILD], env=os.environ | {"DFLASH_CACHE": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {BUILD}"  # a background shell ignores it
+    build = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"DFLASH_CACHE": str(tmp_path)}, stderr=subprocess.DEVNULL)
     while build.poll() is None and not any(tmp_path.iterdir()):
         time.sleep(0.01)
     assert list(tmp_path.iterdir()), "the build ended before it could be interrupted"
