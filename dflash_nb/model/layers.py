@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu":
             return _RmsNorm.apply(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class GatedMlp(nn.Module):

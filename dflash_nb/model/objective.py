@@ -101,7 +101,7 @@ def block_loss(drafter: DFlashDrafter, head: TargetHead, features: Features, anc
         weight_AK = torch.exp(-torch.arange(slots, device=valid_AK.device) / objective.gamma) * valid_AK
     weight_n = weight_AK[block_n, slot_n]
     value = (weight_n * scores.loss_n).sum()
-    loss_sum = value if scores.grad_nE is None else _KnownGradient.apply(hidden_nE, value, scores.grad_nE * weight_n[:, None])
+    loss_sum = value if scores.grad_nE is None else _KnownGradient.apply(hidden_nE, value, scores.grad_nE.mul_(weight_n[:, None]))
 
     per_slot = torch.stack([valid_AK.sum(0), hit_AK.sum(0), nll_AK.sum(0)]).double().cpu().numpy()
     totals = torch.stack([weight_n.sum(), valid_AK.any(1).sum(), hit_AK.cumprod(1).sum()]).tolist()

@@ -81,12 +81,11 @@ def _score(hidden_nE, label_n, head: TargetHead, with_grad: bool, teacher_uE=Non
     rows = 1 << (len(label_n) - 1).bit_length()  # powers of two give few tile shapes, for each of which oneDNN keeps memory
     tile = max(1024, TILE_BYTES.get(hidden_nE.device.type, TILE_BYTES_ELSEWHERE) // (4 * rows))
 
-    drafted, taught = _Softmax(), _Softmax()
-    best = _Best(label_n, head.valid_vocab)
+    drafted, taught, label = _Softmax(), _Softmax(), _Label(label_n, head.valid_vocab)
     for start in range(0, vocabulary, tile):
         tile_TE = weight_VE[start : start + tile]
         logits_nT, slope_nT = _logits(scaled_nE, tile_TE, cap)
-        best.see(logits_nT, start)
+        label.see(logits_nT, start)
         prob_nT, lse_n = _softmax(logits_nT)
         if teacher_uE is not None:
             teacher_uT, _ = _logits(teacher_uE.to(weight_VE.dtype) * scale, tile_TE, cap)
@@ -94,44 +93,52 @@ def _score(hidden_nE, label_n, head: TargetHead, with_grad: bool, teacher_uE=Non
             teacher_prob_nT = teacher_prob_uT[of_n]
             gap_n = (teacher_prob_uT * teacher_uT).sum(1)[of_n] - (teacher_prob_nT * logits_nT).sum(1)
             means = [gap_n]
-            if with_grad:
+            if with_grad and slope_nT is None:
+                means.append(_expected(teacher_prob_uT, None, tile_TE)[of_n])
+            elif with_grad:
                 means.append(_expected(teacher_prob_nT, slope_nT, tile_TE))
             taught.merge(teacher_lse_u[of_n], means)
         drafted.merge(lse_n, [_expected(prob_nT, slope_nT, tile_TE)] if with_grad else [])
 
-    label_nE = weight_VE[label_n]
-    label_logit_n, label_slope_n = _cap((scaled_nE * label_nE).sum(1, dtype=torch.float32), cap)
-    nll_n = drafted.lse_n - label_logit_n
+    nll_n = drafted.lse_n - label.logit_n
     if teacher_uE is not None:
         loss_n = taught.means[0] - taught.lse_n + drafted.lse_n
-        pull_nE = taught.means[1] if with_grad else None
     else:
         loss_n = nll_n
-        pull_nE = label_nE if label_slope_n is None else label_nE * label_slope_n[:, None]
-    grad_nE = (drafted.means[0] - pull_nE).mul_(scale) if with_grad else None
-    return Scores(loss_n, nll_n, best.is_label_n, grad_nE)
+    if not with_grad:
+        return Scores(loss_n, nll_n, label.is_best_n, None)
+    if teacher_uE is not None:
+        pull_nE = taught.means[1]
+    else:
+        pull_nE = weight_VE[label_n].float()
+        if cap:
+            pull_nE *= (1 - (label.logit_n / cap).square())[:, None]
+    return Scores(loss_n, nll_n, label.is_best_n, (drafted.means[0] - pull_nE).mul_(scale))
 
 
-class _Best:
-    """Whether the best token among the tokenizer's ids is the label. Of equals the lowest id is the best, as for argmax."""
+class _Label:
+    """Of each row's label: its logit, and whether it is the best of the tokenizer's ids (of equals the lowest id is, as for argmax)."""
 
     def __init__(self, label_n: torch.Tensor, valid_vocab: int):
         self.label_n, self.valid_vocab = label_n, valid_vocab
         self.top_n = torch.full(label_n.shape, -torch.inf, device=label_n.device)
-        self.is_label_n = torch.zeros_like(label_n, dtype=torch.bool)
+        self.logit_n = self.top_n.clone()
+        self.is_best_n = torch.zeros_like(label_n, dtype=torch.bool)
 
     def see(self, logits_nT: torch.Tensor, start: int) -> None:
-        """Take the next tile. An argmax over all of it costs five times its maximum, so only rows whose label is a maximum get one."""
-        logits_nT = logits_nT[:, : max(0, self.valid_vocab - start)]
-        if logits_nT.shape[1] == 0:
-            return
-        top_n = logits_nT.amax(1)
+        """Take the next tile. An argmax costs five times a maximum, so only rows whose label is a maximum get one."""
         at_n = (self.label_n - start).clamp(0, logits_nT.shape[1] - 1)
-        ties_n = (self.label_n == at_n + start) & (logits_nT.gather(1, at_n[:, None])[:, 0] == top_n)
-        is_label_n = torch.zeros_like(ties_n)
-        is_label_n[ties_n] = logits_nT[ties_n].argmax(1) == at_n[ties_n]
+        here_n, logit_n = self.label_n == at_n + start, logits_nT.gather(1, at_n[:, None])[:, 0]
+        self.logit_n = torch.where(here_n, logit_n, self.logit_n)
+        if start >= self.valid_vocab:
+            return
+        logits_nT = logits_nT[:, : self.valid_vocab - start]
+        top_n = logits_nT.amax(1)
+        ties_n = here_n & (logit_n == top_n)
+        is_best_n = torch.zeros_like(ties_n)
+        is_best_n[ties_n] = logits_nT[ties_n].argmax(1) == at_n[ties_n]
         better_n = top_n > self.top_n
-        self.is_label_n = torch.where(better_n, is_label_n, self.is_label_n)
+        self.is_best_n = torch.where(better_n, is_best_n, self.is_best_n)
         self.top_n = torch.where(better_n, top_n, self.top_n)
 
 
@@ -151,12 +158,9 @@ class _Softmax:
         self.lse_n = total_n
 
 
-def _logits(scaled_nE, tile_TE, cap: float | None):
-    return _cap(linear(scaled_nE, tile_TE).float(), cap)
-
-
-def _cap(logits, cap: float | None):
-    """Soft-capped logits, and the derivative of the cap; None where there is no cap."""
+def _logits(scaled_nE, tile_TE, cap: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Float32 logits [n, T], soft-capped, and the derivative of the cap; None where there is no cap."""
+    logits = linear(scaled_nE, tile_TE).float()
     if not cap:
         return logits, None
     bent = torch.tanh(logits / cap)
