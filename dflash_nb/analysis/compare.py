@@ -15,6 +15,7 @@ import numpy as np
 from dflash_nb.analysis.csvlog import read_log
 from dflash_nb.analysis.decompose import Parts, decompose, mean_lengths
 from dflash_nb.analysis.findings.finding import Log, listed
+from dflash_nb.analysis.findings.process import static_composition
 from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
 
 NO_BEARING = frozenset(
@@ -29,13 +30,18 @@ CLASSES = 6
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One run's curve: the adjusted loss by ``step`` and by ``tokens`` seen so far, and the robust sd of its steps."""
+    """One run's curve: the adjusted loss by ``step`` and by ``tokens`` seen so far.
+
+    noise: robust sd of a step around it. jumps: robust sd of the changes from step to step as logged; adjusted_jumps: with the mix off.
+    """
 
     name: str
     step: np.ndarray
     tokens: np.ndarray
     adjusted: np.ndarray
     noise: float
+    jumps: float
+    adjusted_jumps: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,9 @@ def compare(logs: Sequence[Log]) -> Comparison:
     lines = _lines(logs, names, word)
     differs = differing_settings(logs, names)
     rows, sentence = _at_equals(lines, word)
+    smooth = [name for log, name in zip(logs, names, strict=True) if static_composition(log) is not None]
+    if smooth and len(lines) > 1:
+        sentence += f"; {listed(smooth)} {'is' if len(smooth) == 1 else 'are'} smooth by composition"
     other = [row["setting"] for row in differs if row["setting"] in OTHER_LOSS]
     if other and len(lines) > 1:
         sentence = f"These losses are not one quantity, {listed(other)} differ: compare their shapes only. {sentence}"
@@ -107,7 +116,9 @@ def _lines(logs: Sequence[Log], names: Sequence[str], word: str) -> list[Line]:
         column = {"supervised tokens seen": "supervised", "tokens seen": "tokens"}.get(word)
         seen = np.cumsum(log.run.steps[column]) if column else log.step_N
         curve = running_median(values, int(np.clip(len(values) // 30, 3, 200)))
-        lines.append(Line(name, log.step_N[known], np.asarray(seen, float)[known], curve, scale_of(values - curve)))
+        seen = np.asarray(seen, float)[known]
+        jumps = _jumps(log.run.steps["loss"][known]), _jumps(values)
+        lines.append(Line(name, log.step_N[known], seen, curve, scale_of(values - curve), *jumps))
     return lines
 
 
@@ -144,22 +155,16 @@ def _shift(log: Log, parts: Parts, standard: dict[str, float]) -> np.ndarray:
 
 def _at_equals(lines: Sequence[Line], word: str) -> tuple[list[dict[str, Any]], str]:
     if len(lines) < 2:
-        return _rows(lines, None, None), f"{len(lines)} run with a loss: name more with -p compare to see them on one axis"
+        one = f"{lines[0].name}, {lines[0].step[-1]:,} steps, stands alone" if lines else "0 runs with a loss"
+        return _rows(lines, None, None), f"{one}: name other runs with compare to see them on one axis"
     step, tokens = min(line.step[-1] for line in lines), min(line.tokens[-1] for line in lines)
     rows = _rows(lines, step, tokens)
-    by_tokens = sorted(rows, key=lambda row: row["at equal tokens"])
-    best, next_best = by_tokens[0], by_tokens[1]
-    gap = next_best["at equal tokens"] - best["at equal tokens"]
-    noise = 2 * float(np.hypot(best["error"], next_best["error"]))
-    if gap > noise:
-        said = f"{best['run']} is {gap:.3f} lower than {next_best['run']}"
-    else:
-        said = f"{best['run']} and {next_best['run']} are not apart ({gap:.3f}, noise {noise:.3f})"
-    return rows, f"At equal tokens ({tokens:,.0f} {word}) {said}; at equal steps ({step:,}) the gap is {_gap(rows, best, next_best):+.3f}"
-
-
-def _gap(rows: list[dict[str, Any]], best: dict[str, Any], other: dict[str, Any]) -> float:
-    return other["at equal steps"] - best["at equal steps"]
+    best, other = sorted(rows, key=lambda row: row["at equal tokens"])[:2]
+    gap = other["at equal tokens"] - best["at equal tokens"]
+    noise = 2 * float(np.hypot(best["error"], other["error"]))
+    apart = f"{best['run']} is {gap:.3f} lower than {other['run']}" if gap > noise else f"{best['run']} and {other['run']} are not apart"
+    steps = other["at equal steps"] - best["at equal steps"]
+    return rows, f"At {tokens:,.0f} {word} {apart} (noise {noise:.3f}); at step {step:,} by {steps:+.3f}"
 
 
 def _rows(lines: Sequence[Line], step: float | None, tokens: float | None) -> list[dict[str, Any]]:
@@ -170,11 +175,16 @@ def _rows(lines: Sequence[Line], step: float | None, tokens: float | None) -> li
             {
                 "run": line.name,
                 "steps": int(line.step[-1]),
-                "tokens": float(line.tokens[-1]),
-                "last": float(line.adjusted[-1]),
                 "at equal steps": float(np.interp(line.step[-1] if step is None else step, line.step, line.adjusted)),
                 "at equal tokens": float(np.interp(line.tokens[-1] if tokens is None else tokens, line.tokens, line.adjusted)),
                 "error": MEDIAN_ERROR * line.noise / np.sqrt(window),
+                "jumps as logged": line.jumps,
+                "jumps, mix off": line.adjusted_jumps,
             }
         )
     return rows
+
+
+def _jumps(values: np.ndarray) -> float:
+    """Robust sd of the changes from step to step."""
+    return scale_of(np.diff(values))

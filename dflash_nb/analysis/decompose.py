@@ -20,7 +20,7 @@ from dflash_nb.pipeline.run import Run
 MOST_GROUPS = 12
 LEAST_OF_A_GROUP = 8
 ROUNDS = 3
-TREND_HALF, LEVEL_HALF = (4, 250), (12, 500)  # fewest and most batches on each side of a running median
+TREND_HALF, LEVEL_HALF, SCALE_HALF = (4, 250), (12, 500), (50, 500)  # fewest and most batches on each side of a running median
 BLOCK, RESAMPLES = 20, 400
 
 
@@ -82,7 +82,7 @@ def decompose(run: Run, edges: np.ndarray | None = None) -> Parts:
     steps = len(run)
     trend, level = _backfit(loss, group, weight, len(names))
     residual = loss - trend - level
-    scale = _scales(residual, group, weight, loss)
+    scale = _scales(residual, trend, group, weight)
     total = np.bincount(at, weight, minlength=steps)
     mix = _weighted(at, weight, level, total)
     step_trend = np.interp(np.arange(steps), *_last_of_each(at, trend))
@@ -180,20 +180,32 @@ def _backfit(loss: np.ndarray, group: np.ndarray, weight: np.ndarray, groups: in
     return running_median(loss - level, half), level
 
 
-def _scales(residual: np.ndarray, group: np.ndarray, weight: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """The spread to expect of each residual: of its group and time, not much below the group's, wider for a lighter batch."""
+def _scales(residual: np.ndarray, trend: np.ndarray, group: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The spread to expect of each residual: of its group and its time, whichever is wider; wider for a lighter batch, and where the
+    trend is steep, since a level cannot be told there. The first windows hold so few batches that they follow each; they do not count."""
     scale = np.full(len(residual), np.nan)
-    overall = scale_of(residual)
-    floor = max(1e-6, 1e-4 * float(np.nanmedian(np.abs(loss)))) if np.isfinite(loss).any() else 1e-6
-    for g in range(int(group.max(initial=-1)) + 1):
+    groups = int(group.max(initial=-1)) + 1
+    settled = np.arange(len(residual)) >= min(50, len(residual) // 4)
+    overall = scale_of(residual[settled])
+    steepness = _steepness(trend, 2 * groups)
+    for g in range(groups):
         mine = np.flatnonzero(group == g)
-        known = int(np.isfinite(residual[mine]).sum())
-        of_group = np.sqrt((known * scale_of(residual[mine]) ** 2 + LEAST_OF_A_GROUP * overall**2) / (known + LEAST_OF_A_GROUP))
-        local = running_scale(residual[mine], int(np.clip(len(mine) // 4, 25, 250)))
+        late = residual[mine][settled[mine]]
+        known = int(np.isfinite(late).sum())
+        of_group = np.sqrt((known * scale_of(late) ** 2 + LEAST_OF_A_GROUP * overall**2) / (known + LEAST_OF_A_GROUP))
+        local = np.nan_to_num(running_scale(residual[mine], int(np.clip(len(mine) // 4, *SCALE_HALF))))
         usual = np.median(weight[mine][weight[mine] > 0]) if (weight[mine] > 0).any() else 1.0
         lighter = np.sqrt(np.maximum(1.0, usual / np.maximum(weight[mine], 1e-3 * usual)))
-        scale[mine] = np.maximum(floor, np.maximum(np.nan_to_num(local), 0.5 * of_group)) * lighter
-    return scale
+        scale[mine] = np.hypot(np.maximum(local, of_group) * lighter, np.nan_to_num(steepness[mine]))
+    floor = 1e-4 * float(np.nanmedian(np.abs(trend))) if np.isfinite(trend).any() else 0.0
+    return np.maximum(scale, max(floor, 1e-9))
+
+
+def _steepness(trend: np.ndarray, reach: int) -> np.ndarray:
+    """How far the trend moves from one batch to the next, over ``reach`` batches on each side."""
+    place = np.arange(len(trend))
+    before, after = np.maximum(place - reach, 0), np.minimum(place + reach, len(trend) - 1)
+    return np.abs(trend[after] - trend[before]) / np.maximum(after - before, 1)
 
 
 def _weighted(at: np.ndarray, weight: np.ndarray, values: np.ndarray, total: np.ndarray) -> np.ndarray:

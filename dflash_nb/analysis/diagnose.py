@@ -16,6 +16,7 @@ from dflash_nb.pipeline.run import Run
 
 VERDICTS = {Severity.NOTE: "HEALTHY", Severity.LOOK: "LOOK", Severity.STOP: "STOP"}
 EARLY = 30  # steps below which a curve says little
+EXPLAIN = ("warm-up", "static composition", "bucket mix")  # notes that belong into a healthy verdict
 
 
 @dataclass(frozen=True)
@@ -98,27 +99,16 @@ def sentences(diagnosis: Diagnosis) -> tuple[str, str]:
     """What it is, and what to do: for a tired person."""
     log, main = diagnosis.log, diagnosis.main
     if not len(log):
-        return f"There is no step to judge yet, the run is {log.run.status}.", "Read it again once steps are written."
+        return f"there is no step to judge, the run is {log.run.status}.", "Read it again once steps are written."
     if diagnosis.verdict != "HEALTHY":
-        return f"{main.text}.", f"{main.advice}."
-    notes = [finding.kind for finding in diagnosis.findings]
-    words = [HARMLESS[kind].format(**_numbers(diagnosis, kind)) for kind in HARMLESS if kind in notes]
+        return f"{_lower(main.text)}.", f"{main.advice}."
     if len(log) < EARLY:
-        return (
-            f"Nothing is wrong in {plural(len(log), 'step')}.",
-            "That is too early to judge the curve: read it again after 30 steps and more.",
-        )
-    first = "Healthy" + (", " + "; ".join(words) if words else ": the loss behaves as it should") + "."
-    return first, "Let it run." if log.run.status in ("running", "unfinished", "interrupted") else "Nothing needs to be done."
+        return f"nothing is wrong in {plural(len(log), 'step')}.", f"It is too early to judge the curve: read it again after {EARLY} steps."
+    found = (diagnosis.of(kind) for kind in EXPLAIN)
+    notes = [_lower(finding.text) for finding in found if finding is not None]
+    going = log.run.status in ("running", "unfinished", "interrupted")
+    return f"{'; '.join(notes) or 'the loss behaves as it should'}.", "Let it run." if going else "Nothing needs to be done."
 
 
-HARMLESS = {
-    "warm-up": "still warming up ({share:.0%} of the peak rate at step {step:,})",
-    "bucket mix": "movement is bucket mix ({value:.0%} of it)",
-    "static composition": "the curve is smooth by composition",
-}
-
-
-def _numbers(diagnosis: Diagnosis, kind: str) -> dict:
-    data = diagnosis.of(kind).data
-    return {"value": data["movement"].value} if kind == "bucket mix" else data
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]

@@ -1,10 +1,12 @@
-"""Where a run stands in its learning-rate schedule, from the plan if the log holds one, else from the rates themselves."""
+"""The learning-rate schedule as the log shows it: where the run stands, and how fast the loss falls in each phase."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_nb.pipeline.run import Run
+
+AT_PEAK = 0.999  # share of the highest rate from which a step counts as at the peak
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class Phase:
         return self.rate / self.peak if self.peak else float("nan")
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps of one phase, rows ``first`` to ``last`` (not included) of the log."""
+
+    name: str
+    first: int
+    last: int
+
+
 def phase_of(run: Run) -> Phase:
     """The phase of the last step of ``run``."""
     rate = np.asarray(run.steps.get("lr", ()), dtype=np.float64)
@@ -44,8 +55,21 @@ def phase_of(run: Run) -> Phase:
     elif known.max() <= known.min() * 1.0001:
         name = "constant"
     else:
-        name = "decay" if known[-1] < 0.999 * known.max() else "peak"
+        name = "decay" if known[-1] < AT_PEAK * known.max() else "peak"
     return Phase(name, float(known[-1]), peak, warmup, total)
+
+
+def stretches(rate: np.ndarray) -> list[Stretch]:
+    """A log's steps cut into warm-up, peak and decay by their rates; one stretch where the rates are not known."""
+    if not len(rate):
+        return []
+    if not np.isfinite(rate).all():
+        return [Stretch("unknown", 0, len(rate))]
+    rising = rising_steps(rate)
+    below = np.flatnonzero(rate[rising:] < AT_PEAK * rate.max())
+    falls = rising + int(below[0]) if len(below) else len(rate)
+    cuts = (("warm-up", 0, rising), ("peak", rising, falls), ("decay", falls, len(rate)))
+    return [Stretch(name, first, last) for name, first, last in cuts if last > first]
 
 
 def rising_steps(rate: np.ndarray) -> int:

@@ -49,3 +49,19 @@ def median_interval(values: np.ndarray, z: float = 1.96) -> tuple[float, float, 
     reach = z * np.sqrt(n) / 2
     low, high = max(0, int(np.floor(n / 2 - reach))), min(n - 1, int(np.ceil(n / 2 + reach)))
     return float(np.median(values)), float(values[low]), float(values[high])
+
+
+def slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
+    """Slope of ``y`` over ``x`` and its standard error, outliers left out; None for fewer than 12 points.
+
+    The error adds up over up to 20 blocks of neighbours, so noise that lasts for some steps widens it (a sandwich estimate).
+    """
+    near = np.abs(y - np.median(y)) < 6 * max(scale_of(y), 1e-12)
+    x, y = x[near].astype(np.float64), y[near]
+    if len(x) < 12 or not np.ptp(x):
+        return None
+    x = x - x.mean()
+    steepness = float(x @ (y - y.mean()) / (x @ x))
+    pushes = x * (y - y.mean() - steepness * x)
+    blocks = np.array([block.sum() for block in np.array_split(pushes, min(20, len(x) // 4))])
+    return steepness, float(np.sqrt(max((blocks**2).sum(), (pushes**2).sum())) / (x @ x))

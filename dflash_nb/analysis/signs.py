@@ -1,12 +1,14 @@
-"""The vital signs of a run: a row a question with the number, its interval where it has one, and OK or LOOK."""
+"""Tables of a diagnosis: the vital signs (a row a question, with OK or LOOK), and the phases of the learning rate."""
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.stats import chi2
 
 from dflash_nb.analysis.findings.finding import Log, Severity
 from dflash_nb.analysis.findings.spikes import find_spikes
-from dflash_nb.analysis.running import scale_of
+from dflash_nb.analysis.phase import stretches
+from dflash_nb.analysis.running import slope
 
 if TYPE_CHECKING:
     from dflash_nb.analysis.diagnose import Diagnosis
@@ -44,23 +46,40 @@ def signs(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
     return rows
 
 
+def phases(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
+    """A row a phase of the learning rate: steps, rates, adjusted loss at both ends, and its pace with the 95 % interval."""
+    log, rows = diagnosis.log, []
+    for part in stretches(np.asarray(log.run.steps["lr"], float)) if len(log) else ():
+        inside = slice(part.first, part.last)
+        trend, rate = log.parts.trend_N[inside], log.run.steps["lr"][inside]
+        pace, interval = _pace(log, inside)
+        rows.append(
+            {
+                "phase": part.name,
+                "steps": f"{log.step_N[part.first]:,} to {log.step_N[part.last - 1]:,}",
+                "rate": f"{rate[0]:.1e} to {rate[-1]:.1e}" if np.isfinite(rate).all() else "not known",
+                "adjusted loss": f"{trend[0]:.3f} to {trend[-1]:.3f}",
+                "nats in 1,000 steps": pace,
+                "interval": interval,
+            }
+        )
+    return rows
+
+
 def _trend(log: Log) -> tuple[str, str]:
-    """Slope of the adjusted loss over the last fifth, in nats a thousand steps, with its 95 % interval (noise may be correlated)."""
-    known = np.isfinite(log.parts.adjusted_N)
-    step, loss = log.step_N[known], log.parts.adjusted_N[known]
-    count = max(20, int(TAIL * len(loss)))
-    if len(loss) < 30:
+    """Slope of the adjusted loss over the last fifth of the steps."""
+    pace, interval = _pace(log, slice(len(log) - max(20, int(TAIL * len(log))), None)) if len(log) >= 30 else ("not known", "")
+    return (f"{pace} nats in 1,000 steps" if interval else pace), interval
+
+
+def _pace(log: Log, inside: slice) -> tuple[str, str]:
+    step, loss = log.step_N[inside], log.parts.adjusted_N[inside]
+    known = np.isfinite(loss)
+    found = slope(step[known], loss[known])
+    if found is None:
         return "not known", ""
-    x, y = step[-count:].astype(float), loss[-count:]
-    x = x - x.mean()
-    rest = y - np.median(y)
-    near = np.abs(rest) < 6 * max(scale_of(rest), 1e-12)
-    x, y = x[near], y[near]
-    slope, level = np.polyfit(x, y, 1)
-    rest = y - slope * x - level
-    pushes = np.array([block.sum() for block in np.array_split(x * rest, min(20, len(x) // 4))])
-    error = np.sqrt((pushes**2).sum()) / (x**2).sum()
-    return f"{1000 * slope:+.3f} nats in 1,000 steps", f"{1000 * (slope - 2 * error):+.3f} to {1000 * (slope + 2 * error):+.3f}"
+    value, error = 1000 * found[0], 1000 * found[1]
+    return f"{value:+.3f}", f"{value - 2 * error:+.3f} to {value + 2 * error:+.3f}"
 
 
 def _spike_rate(log: Log) -> tuple[str, str]:
@@ -73,8 +92,6 @@ def _spike_rate(log: Log) -> tuple[str, str]:
 
 def _poisson(count: int) -> tuple[float, float]:
     """Exact 95 % interval of a Poisson mean after ``count`` events (Garwood 1936)."""
-    from scipy.stats import chi2
-
     return (float(chi2.ppf(0.025, 2 * count) / 2) if count else 0.0), float(chi2.ppf(0.975, 2 * count + 2) / 2)
 
 

@@ -10,7 +10,10 @@ from dflash_nb.analysis.findings.finding import Finding, Log, Severity, plural
 from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
 
 SURE = 6.0  # standard errors of a rise that stops a run
+FAR_OVER = 10.0  # median gradient norm over its limit from which clipping is more than a scale, which AdamW ignores
+STANDSTILL = 0.01  # fall over half of a run that counts as none, as a share of the loss (and a third of that of the whole fall)
 STRAIGHT = 0.4  # least fall a unit of summed rate, second half over first, of a loss that falls in a straight line
+LOWEST_RATE = 1e-5  # at lower peaks, a loss that stands still is no surprise
 SLOW_RATE = 1e-4  # AdamW peak rates below this are unusual for a drafter; published ones are 6e-4 and above
 
 
@@ -76,20 +79,25 @@ def diverged(log: Log) -> Finding | None:
 
 
 def nothing_learned(log: Log) -> Finding | None:
-    """The loss is where it started, at a rate that should have moved it."""
+    """The loss is where it started, and was nowhere else, at a rate that should have moved it."""
     loss, step = _adjusted(log)
-    late = log.after_warmup().sum()
-    if len(loss) < 60 or late < 40 or log.phase.rate < SLOW_RATE * 0.01:
+    if len(loss) < 60 or log.after_warmup().sum() < 40 or log.phase.peak < LOWEST_RATE:
         return None
-    third = len(loss) // 3
-    fall, error = _fall(loss[:third], loss[-third:])
-    if abs(fall) > max(4 * error, 0.005 * abs(np.median(loss[:third]))):
+    noise = scale_of(loss)
+    first = loss[: max(10, len(loss) // 12)]
+    parts = [first, *np.array_split(loss, 4)]
+    medians = np.array([np.median(part) for part in parts])
+    error = MEDIAN_ERROR * noise / np.sqrt(len(first))
+    moved = float(np.ptp(medians))
+    x = np.linspace(-1, 1, len(loss))
+    pace = abs(float(x @ (loss - np.median(loss)))) / (max(noise, 1e-12) * float(np.sqrt(x @ x)))  # slope in standard errors
+    if pace > SURE or moved > max(SURE * error, 0.002 * abs(medians[0])) or moved > 0.05 * abs(medians[0]):
         return None
     return Finding(
         "nothing learned",
         Severity.STOP,
-        f"The loss is where it was: {np.median(loss[:third]):.3f} in the first third, {np.median(loss[-third:]):.3f} in the last",
-        (f"fall {fall:.4f} ± {2 * error:.4f} over {len(loss):,} steps", f"learning rate {log.phase.rate:.1e}"),
+        f"The loss is where it began: {medians[0]:.3f} at first, {medians[-1]:.3f} now",
+        (f"medians of the quarters differ by {moved:.4f}, noise {2 * error:.4f}", f"learning rate {log.phase.peak:.1e} at its peak"),
         0.98,
         step,
         "Stop. The weights do not move: see that the drafter's parameters are in the optimiser and not frozen",
@@ -140,8 +148,8 @@ def plateau(log: Log) -> Finding | None:
     tail = loss[-window:]
     parts = np.array_split(tail, 4)
     fall, error = _fall(np.concatenate(parts[:2]), np.concatenate(parts[2:]))
-    whole = float(np.median(loss[: max(1, len(loss) // 50)]) - np.median(parts[-1]))
-    if fall + 2 * error > max(0.01 * whole, 0.004 * abs(np.median(tail))):
+    whole = float(np.median(loss[: max(5, len(loss) // 20)]) - np.median(parts[-1]))
+    if fall + 2 * error > min(STANDSTILL * abs(float(np.median(tail))), 3 * STANDSTILL * whole):
         return None
     return Finding(
         "plateau",
@@ -165,7 +173,7 @@ def always_clipped(log: Log) -> Finding | None:
     share, over = float(clipped.mean()), float(np.nanmedian(norm) / limit) if limit else np.nan
     if share < 0.95:
         return None
-    severity = Severity.LOOK if over > 4 else Severity.NOTE
+    severity = Severity.LOOK if over > FAR_OVER else Severity.NOTE
     return Finding(
         "always clipped",
         severity,
@@ -192,7 +200,7 @@ def warming_up(log: Log) -> Finding | None:
     return Finding(
         "warm-up",
         Severity.NOTE,
-        f"Still warming up: step {step:,}{of}, learning rate {phase.rate:.1e}{share}",
+        f"Still warming up, step {step:,}{of}, learning rate {phase.rate:.1e}{share}",
         (
             f"the rate has risen at every step so far; the peak comes at step {phase.warmup_steps:,}"
             if of
@@ -211,12 +219,14 @@ def bucket_mix(log: Log) -> Finding | None:
     if movement is None or movement.low < 0.2:
         return None
     levels = [log.parts.level_of(g) for g in range(len(log.parts.groups))]
-    low, high = min(range(len(levels)), key=lambda g: levels[g].value), max(range(len(levels)), key=lambda g: levels[g].value)
+    order = np.argsort([level.value for level in levels])  # NaN last
+    low, high = order[0], order[np.isfinite([levels[g].value for g in order]).sum() - 1]
     return Finding(
         "bucket mix",
         Severity.NOTE,
-        f"{movement.value:.0%} of the step-to-step movement is bucket mix (interval {movement.low:.0%} to {movement.high:.0%})",
+        f"{movement.value:.0%} of the step-to-step movement is bucket mix",
         (
+            f"95 % interval {movement.low:.0%} to {movement.high:.0%}",
             f"lengths {log.parts.groups[high]} lie {levels[high].value:+.2f}, lengths {log.parts.groups[low]} {levels[low].value:+.2f} "
             "from the mean of the mix",
         ),

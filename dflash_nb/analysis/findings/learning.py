@@ -5,55 +5,76 @@ import numpy as np
 from dflash_nb.analysis.findings.finding import Finding, Log, Severity, listed
 from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
 
-LEARNED_LITTLE = 0.4  # fall of a range of lengths over the fall of the others
+LEARNED_LITTLE = 0.25  # fall of a range of lengths over the fall of the others
+SINCE = (0.05, 0.15, 0.3, 0.5)  # shares of the steps from which falls are counted: the steep start is shared by all lengths
+MATTERS = 0.04  # fall of the others, as a share of the loss, from which it says something
+SURE = 4.0  # standard errors; many ranges and times are asked
+LEAST_BATCHES = 5
 SLOT_LEARNED_LITTLE = 0.1  # rise of a slot's accuracy over the first slot's
 
 
 def group_not_learning(log: Log) -> Finding | None:
-    """A range of lengths whose loss falls much less than that of the others."""
-    rows = falls_by_group(log)
-    if len(rows) < 2:
+    """A range of lengths whose loss stays while that of the others falls, from some time on to the end."""
+    found = []
+    for since in SINCE:
+        rows = falls_by_group(log, since)
+        for row in rows:
+            others = [other for other in rows if other is not row]
+            if not others:
+                continue
+            weight = np.array([1 / max(other["error"], 1e-9) ** 2 for other in others])
+            usual = float(np.average([other["fall"] for other in others], weights=weight))
+            error = float(np.hypot(LEARNED_LITTLE / np.sqrt(weight.sum()), row["error"]))
+            sure = (LEARNED_LITTLE * usual - row["fall"]) / max(error, 1e-9)
+            if sure > SURE and usual > MATTERS * abs(row["early"]):
+                found.append({**row, "usual": usual, "sure": sure, "rows": rows})
+    slow = {row["lengths"] for row in found}
+    if not slow or len(slow) > len(log.parts.groups) / 2:
         return None
-    slow = []
-    for row in rows:
-        others = [other for other in rows if other is not row]
-        weight = np.array([1 / max(other["error"], 1e-9) ** 2 for other in others])
-        usual = float(np.average([other["fall"] for other in others], weights=weight))
-        error = float(1 / np.sqrt(weight.sum()))
-        sure = (usual - row["fall"]) / max(1e-9, float(np.hypot(error, row["error"])))
-        if usual > 4 * error and sure > 5 and row["fall"] < LEARNED_LITTLE * usual:
-            slow.append({**row, "usual": usual, "sure": sure})
-    if not slow or len(slow) > len(rows) / 2:
-        return None
-    worst = max(slow, key=lambda row: row["sure"])
-    steps = log.step_N[log.run.batches["at"][log.parts.group_M == log.parts.groups.index(worst["lengths"])]]
+    worst = max(found, key=lambda row: row["usual"])
+    names = [name for name in log.parts.groups if name in slow]
+    steps = log.step_N[log.run.batches["at"][np.isin(log.parts.group_M, [log.parts.groups.index(name) for name in names])]]
     return Finding(
         "group does not learn",
         Severity.LOOK,
-        f"Lengths {listed([row['lengths'] for row in slow])} hardly learn: their loss fell {worst['fall']:.2f}, "
-        f"that of the others {worst['usual']:.2f}",
-        tuple(f"lengths {row['lengths']}: {row['early']:.3f} → {row['late']:.3f} (± {2 * row['error']:.3f})" for row in rows),
+        f"Lengths {listed(names)} do not learn: their loss fell by {worst['fall']:.2f} since step {worst['since']:,}, "
+        f"that of the others by {worst['usual']:.2f}",
+        tuple(f"lengths {row['lengths']}: {row['early']:.3f} → {row['late']:.3f} (± {2 * row['error']:.3f})" for row in worst["rows"]),
         0.98,
         np.unique(steps),
         "Look at the labels and the loss mask of samples of these lengths: truncated, shuffled or without supervision?",
-        {"rows": rows, "slow": [row["lengths"] for row in slow]},
+        {"rows": worst["rows"], "slow": names},
     )
 
 
-def falls_by_group(log: Log) -> list[dict]:
-    """A row a range of lengths: median loss early and late, their difference and its standard error."""
-    if not len(log):
-        return []
-    parts, rows = log.parts, []
-    for g, name in enumerate(parts.groups):
-        mine = np.flatnonzero((parts.group_M == g) & np.isfinite(parts.loss_M))
-        if len(mine) < 20:
+def falls_by_group(log: Log, since: float = SINCE[0]) -> list[dict]:
+    """A row a range of lengths: loss after the share ``since`` of the steps and over the last fifth, its fall and the error of that.
+
+    Losses are trend + level of the range, both medians over the same steps for all ranges. A range with too few batches has no row.
+    """
+    parts, at, n = log.parts, log.run.batches["at"] if len(log) else np.zeros(0), len(log)
+    start = int(since * n)
+    early, late = (at >= start) & (at < start + max(n // 8, 1)), at >= n - max(n // 5, 1)
+    trend_early, trend_late = (float(np.nanmedian(parts.trend_M[where])) if where.any() else np.nan for where in (early, late))
+    rows = []
+    for g, name in enumerate(parts.groups if n else ()):
+        around = parts.loss_M - parts.trend_M
+        sides = [around[where & (parts.group_M == g) & np.isfinite(around)] for where in (early, late)]
+        if min(map(len, sides)) < LEAST_BATCHES:
             continue
-        early, late = mine[: max(4, len(mine) // 10)], mine[-max(6, len(mine) // 5) :]
-        spread = [scale_of(parts.residual_M[part]) for part in (early, late)]
-        error = MEDIAN_ERROR * np.hypot(spread[0] / np.sqrt(len(early)), spread[1] / np.sqrt(len(late)))
-        before, after = float(np.median(parts.loss_M[early])), float(np.median(parts.loss_M[late]))
-        rows.append({"lengths": name, "batches": len(mine), "early": before, "late": after, "fall": before - after, "error": float(error)})
+        before, after = trend_early + float(np.median(sides[0])), trend_late + float(np.median(sides[1]))
+        error = MEDIAN_ERROR * np.hypot(*(max(scale_of(side), 1e-6) / np.sqrt(len(side)) for side in sides))
+        rows.append(
+            {
+                "lengths": name,
+                "batches": int((parts.group_M == g).sum()),
+                "since": int(log.step_N[start]),
+                "early": before,
+                "late": after,
+                "fall": before - after,
+                "error": float(error),
+            }
+        )
     return rows
 
 

@@ -7,6 +7,9 @@ from dflash_nb.analysis.findings.spikes import is_short
 from dflash_nb.analysis.running import scale_of
 from dflash_nb.planner.diversity import AchievedBatches, chance_run, lag1, longest_run, repeated_mates
 
+MOSTLY_WAITING = 0.8  # share of the time
+MUCH_SLOWER = 3.0
+
 
 def static_composition(log: Log) -> Finding | None:
     """Groups that stay the same, or lengths in order: a curve that is smooth for the wrong reason."""
@@ -181,7 +184,7 @@ def starved(log: Log) -> Finding | None:
     side = "reading and collating" if reading else "the target"
     return Finding(
         "starved",
-        Severity.LOOK if share > 0.7 else Severity.NOTE,
+        Severity.LOOK if share > MOSTLY_WAITING else Severity.NOTE,
         f"The drafter waited {share:.0%} of the time: {side} limits the speed",
         (
             f"{total * share / 60:,.1f} of {total / 60:,.1f} minutes waited",
@@ -208,11 +211,11 @@ def slower(log: Log) -> Finding | None:
         return None
     before, now = float(np.nanmedian(rest[quarter : 2 * quarter])), float(np.nanmedian(rest[-quarter:]))
     factor = float(np.exp(now - before))
-    if factor < 2.0 or (now - before) < 2 * scale_of(rest):
+    if factor < 1.7 or (now - before) < 2 * scale_of(rest[quarter : 2 * quarter]):
         return None
     return Finding(
         "slower",
-        Severity.LOOK,
+        Severity.LOOK if factor > MUCH_SLOWER else Severity.NOTE,
         f"A step takes {factor:.1f} times as long as earlier for the same lengths",
         (f"median of the last quarter against the second quarter of {len(rest):,} batches",),
         0.95,

@@ -1,8 +1,8 @@
 """Single batches far above the baseline of their own lengths, and what they have in common.
 
 What counts as far is learned from the log itself, so that heavy tails and many batches raise no alarm: a spike lies at least six robust
-standard deviations above its baseline, twice as high as anything lies below it, and beyond what the tail of the ordinary batches reaches
-in a log of this length. A rule on the raw curve would name the bucket with the highest level instead.
+standard deviations above its baseline, and beyond what the tails of the ordinary batches reach in one of fifty logs of this length.
+A rule on the raw curve would name the bucket with the highest level instead.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ from dflash_nb.analysis.findings.finding import Finding, Log, Severity, listed, 
 
 LEAST_Z = 6.0
 TAIL = (0.80, 0.92)  # quantiles of the ordinary batches from which their tail is continued as an exponential
-CHANCE = 0.01  # of an ordinary log having anything beyond
+MOST_DEPTHS = 2.5
+LONE = 2.0  # times the limit below which a single spike that is over at once is a note
+CHANCE = 0.02  # of an ordinary log having anything beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +42,21 @@ def find_spikes(log: Log) -> Spikes:
 
 
 def _limit(z: np.ndarray) -> float:
-    """How far above zero is out of the ordinary for this many residuals."""
-    if len(z) < 20:
+    """How far above zero is out of the ordinary for this many residuals.
+
+    The tail above is continued from quantiles that spikes hardly reach; the tail below, where no spike is, by a power law with Hill's
+    exponent (Hill 1975), at most to two and a half times the deepest value there is.
+    """
+    below, above = np.sort(-z[z < 0])[::-1], z[z > 0]
+    if len(below) < 10 or len(above) < 10:
         return np.inf
-    below = np.sort(-z[z < 0])
-    deepest = below[-2] if len(below) > 1 else 0.0
-    above = np.sort(z[z > 0])
-    if len(above) < 10:
-        return max(LEAST_Z, 2 * deepest)
     low, high = np.quantile(above, TAIL)
     pace = (high - low) / np.log((1 - TAIL[0]) / (1 - TAIL[1]))
-    reach = low + pace * np.log((1 - TAIL[0]) * len(above) / CHANCE)
-    return float(max(LEAST_Z, 2 * deepest, reach))
+    reach_above = low + pace * np.log((1 - TAIL[0]) * len(above) / CHANCE)
+    count = int(np.clip(len(below) // 20, 5, 200))
+    spread = float(np.mean(np.log(below[:count] / below[count])))
+    reach_below = below[count] * (count / CHANCE) ** spread
+    return float(max(LEAST_Z, reach_above, min(reach_below, MOST_DEPTHS * below[0])))
 
 
 def spikes(log: Log) -> Finding | None:
@@ -88,9 +93,10 @@ def spikes(log: Log) -> Finding | None:
         text += f", mostly in lengths {standing_out[0]['lengths']}"
     ids = shared[0]["sample"] if shared else (int(log.run.sample_ids(found.batch_S[worst])[0]) if len(log.run.ids) else None)
     advice = f"Look at sample {ids} in the dataset" if shared else "Look at the samples in the spike table"
+    lone = len(found) == 1 and parts.z_M[found.batch_S[0]] < LONE * found.limit and _recovers(log, found)
     return Finding(
         "spikes",
-        Severity.LOOK,
+        Severity.NOTE if lone else Severity.LOOK,
         text,
         tuple(evidence),
         float(1 - CHANCE),
@@ -206,7 +212,8 @@ def is_short(log: Log) -> np.ndarray:
     tokens, short = np.asarray(log.run.batches["tokens"], float), np.zeros(len(log.parts.group_M), bool)
     for g in range(len(log.parts.groups)):
         mine = log.parts.group_M == g
-        short[mine] = tokens[mine] < 0.5 * np.nanmedian(tokens[mine])
+        if np.isfinite(tokens[mine]).any():
+            short[mine] = tokens[mine] < 0.5 * np.nanmedian(tokens[mine])
     return short
 
 

@@ -106,10 +106,8 @@ def by_length(diagnosis: Diagnosis) -> Plot:
     order = np.argsort([level.value for level in levels])
     if count > 1:
         low, high = order[0], order[-1]
-        finding = (
-            f"Lengths {parts.groups[high]} have a loss {levels[high].value - levels[low].value:.2f} nats above lengths {parts.groups[low]}: "
-            "a level, not a spike"
-        )
+        gap = levels[high].value - levels[low].value
+        finding = f"Lengths {parts.groups[high]} lie {gap:.2f} nats above lengths {parts.groups[low]}: a level, not a spike"
     else:
         finding = (
             f"All {int(np.isfinite(parts.loss_M).sum()):,} batches are of one range of lengths ({parts.groups[0]}): no level to tell apart"
@@ -130,7 +128,7 @@ def adjusted(diagnosis: Diagnosis) -> Plot:
         axis.plot(step[thin], parts.trend_N[thin], color=ACCENT, linewidth=1.6)
         axis.text(0.99, 0.93, word, transform=axis.transAxes, ha="right", va="top", fontsize=8)
         axis.set_ylabel("loss (nats)")
-    _robust_limits(axes[0, 0], parts.loss_N, None)
+    _robust_limits(axes[0, 0], parts.loss_N)
     axes[1, 0].set_xlabel("optimiser step")
     if parts.movement is None:
         finding = f"{len(step):,} steps hold no mix of lengths that could be taken off"
@@ -220,7 +218,8 @@ def slots(diagnosis: Diagnosis) -> Plot:
         axis.annotate(word, (slot[-1], 100 * values[-1]), xytext=(6, 0), textcoords="offset points", color=color, fontsize=8, va="center")
     axis.set(xlabel="slot of the block (1 follows the known token)", ylabel="tokens right (%)", ylim=(0, None), xlim=(0.8, len(slot) + 0.9))
     axis.set_xticks(slot)
-    finding = f"Slot 1 went from {percent(early[0])} to {percent(late[0])} right, slot {len(slot)} from {percent(early[-1])} to {percent(late[-1])}"
+    finding = f"Slot 1 went from {percent(early[0])} to {percent(late[0])} right"
+    finding += f", slot {len(slot)} from {percent(early[-1])} to {percent(late[-1])}" if len(slot) > 1 else ""
     return finish(figure, finding, _note(diagnosis))
 
 
@@ -231,8 +230,8 @@ def learning(diagnosis: Diagnosis) -> Plot:
     axis = axes[0, 0]
     rows = falls_by_group(log) if len(log) else []
     if not rows:
-        axis.text(0.5, 0.5, "fewer than 20 batches of any length", ha="center", transform=axis.transAxes)
-        return finish(figure, f"With {len(log):,} steps no range of lengths has 20 batches, too few to see it learn", _note(diagnosis))
+        axis.text(0.5, 0.5, "too few batches of any length", ha="center", transform=axis.transAxes)
+        return finish(figure, f"{len(log):,} steps hold too few batches of any length to see it learn", _note(diagnosis))
     colors = bucket_colors(len(log.parts.groups))
     for i, row in enumerate(rows):
         g = log.parts.groups.index(row["lengths"])
@@ -258,7 +257,7 @@ def comparison(compared: Comparison) -> Plot:
             axis.plot(x[thin], line.adjusted[thin], color=color, linewidth=1.6, linestyle=("-", "--", "-.", ":")[i % 4])
             if len(thin):
                 axis.annotate(
-                    line.name,
+                    f"{line.name}",
                     (x[thin][-1], line.adjusted[thin][-1]),
                     xytext=(3, 4 + 8 * (i % 2)),
                     textcoords="offset points",
@@ -307,14 +306,18 @@ def _strip(axis: Axes, step: np.ndarray, values: np.ndarray, label: str, log_sca
         axis.set_ylim(0, top)
 
 
-def _robust_limits(axis: Axes, losses: np.ndarray, spikes: Spikes | None) -> None:
-    """A y axis that the steep start does not flatten: from the second percentile to the loss a twentieth into the run, spikes included."""
+def _robust_limits(axis: Axes, losses: np.ndarray, spikes: Spikes | None = None) -> None:
+    """A y axis that a steep start does not flatten: where the first eighth of the losses takes most of the range, it is cut off."""
     known = losses[np.isfinite(losses)]
-    if len(known) < 60:
+    rest = known[len(known) // 8 :]
+    if len(rest) < 20:
         return
-    settled = known[len(known) // 20 :]
-    low, high = settled.min(), settled.max()
-    axis.set_ylim(low - 0.08 * (high - low), high + 0.25 * (high - low) + 1e-6)
+    low, high = float(rest.min()), float(rest.max())
+    if spikes is not None and len(spikes):
+        high = max(high, float(np.nanmax(losses[spikes.batch_S])))
+    if known.max() - low > 2.5 * (high - low):
+        axis.set_ylim(low - 0.08 * (high - low), high + 0.3 * (high - low) + 1e-6)
+        axis.text(0.995, 0.03, "steep start cut off", transform=axis.transAxes, fontsize=7, ha="right", color=FAINT)
 
 
 def _thin(n: int, most: int = MOST_POINTS) -> np.ndarray:
