@@ -15,6 +15,14 @@ import pytest
 from dflash_nb.pipeline.interrupt import interruptible
 
 
+@pytest.fixture(autouse=True)
+def interrupts_arrive():
+    """A test run started in the background inherits an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def send(number):
     os.kill(os.getpid(), number)
 

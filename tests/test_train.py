@@ -35,6 +35,14 @@ from dflash_nb.pipeline.window import WorkerError
 STEPS = 26
 
 
+@pytest.fixture(autouse=True)
+def interrupts_arrive():
+    """A test run started in the background inherits an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
