@@ -6,7 +6,7 @@ further. So a block's labels are the first `slots_A` slots, and blocks that star
 
 Which positions are drawn depends on (seed, epoch, sample id, loss mask) alone: each candidate gets a hash of
 (seed, epoch, sample id, position), and the smallest `max_anchors` hashes of a row are kept. Batch composition, worker count and
-row order cannot change the draw. 49,152 tokens in 64 rows take 9 ms.
+row order cannot change the draw. 49,152 tokens in 64 rows take 8 ms.
 
 Shapes: N real tokens of all rows, rows after one another; B rows; A anchors.
 """

@@ -1,9 +1,9 @@
 """Attention of draft blocks to their context: exact, and no block pays for another block or for tokens after its anchor.
 
 A block at anchor a sees the context tokens t < a of its own row and its own B slots. A dense mask over all blocks costs
-A*B x (S + A*B) scores. Here up to 16 neighbouring anchors of a row form a group, which reads one slice of the context that ends at its last
-anchor; the B x B scores inside the blocks are one batched product. Forward keeps no scores (backward recomputes a group's), so
-memory grows with A*B + S.
+A*B x (S + A*B) scores. Here up to 16 neighbouring anchors of a row form a group, which reads one slice of the context that ends at
+its last anchor; the B x B scores inside the blocks are one batched product. 256 blocks of 16 over 2,048 tokens compute 18 % of the
+dense scores. Forward keeps none of them (backward recomputes a group's), so memory grows with A*B + S.
 
 Shapes: A blocks, B slots, N context tokens (rows after one another), H query heads, G key/value heads, R = H / G,
 D head size, T context tokens of a group, Q = group's blocks * R * B queries.

@@ -4,7 +4,8 @@ The captured target layers are concatenated, projected once (`fc`, `hidden_norm`
 and v_proj; they pass no other norm, MLP or residual. Queries come from the block alone. Embedding and head are the target's and
 stay outside, so parameter names and shapes are exactly those of the published checkpoints.
 
-Training (`draft_blocks`) and drafting (`draft` on a cache) run the same layers and the same attention: they agree to 1e-6 in float32.
+Training (`draft_blocks`) and drafting (`draft` on a cache) run the same layers and the same attention. In float32, on weights
+ten times larger than fresh ones, they differ by at most 4e-6, and from the published implementation by 5e-6.
 
 Shapes: N real tokens (rows after one another), T tokens of one row, F = captured layers * hidden, A blocks, B slots, E hidden size,
 H query heads, G key/value heads, D head size.
