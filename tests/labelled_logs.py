@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from runs import Recipe, evaluation, padded_tokens, real_tokens, records
 
 from dflash_nb.pipeline import lock
 from dflash_nb.pipeline.runlog import RunLog
-from runs import Recipe, evaluation, padded_tokens, real_tokens, records
 
 NOTES = ("warm-up", "bucket mix", "static composition", "epoch border", "short batches", "off plan", "holes")
 LEVELS = Recipe().levels

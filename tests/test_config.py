@@ -129,7 +129,7 @@ def started(tmp_path):
 
 def test_resume_takes_over_the_runs_own_configuration(started):
     folder, config = started
-    resumed = TrainConfig.from_notebook({"resume": str(folder), "epochs": 1, "learning_rate": 1e-3})
+    resumed = TrainConfig.from_notebook({"resume": str(folder), "epochs": 1, "learning_rate": TrainConfig.learning_rate})
     assert resumed == dataclasses.replace(config, resume=str(folder))
     assert resumed.resumed() == resumed and saved_config(folder) == config
     assert str(folder) in resumed.describe()

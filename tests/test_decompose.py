@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from labelled_logs import MANY_EDGES, Planted, poison
+from runs import Recipe, write_run
 
 from dflash_nb.analysis.csvlog import read_csv
 from dflash_nb.analysis.decompose import decompose, length_groups
 from dflash_nb.analysis.running import median_interval, running_median, slope
 from dflash_nb.pipeline.runlog import read_run
-from runs import Recipe, write_run
 
 LONG = Recipe(steps=1500, decay_steps=300, noise=0.05, seed=5)
 

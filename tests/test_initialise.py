@@ -21,7 +21,7 @@ def test_first_loss_is_that_of_an_even_guess(row_scale, logit_scale):
     unit = F.normalize(torch.randn(4096, drafter.config.hidden_size, generator=torch.Generator().manual_seed(0)), dim=1)
     hidden = drafter.norm(unit * drafter.config.hidden_size**0.5)
     loss = F.cross_entropy(head.logits(hidden), torch.arange(4096) % VOCAB)
-    assert math.log(VOCAB) - 0.05 < loss < math.log(VOCAB) + 1
+    assert math.log(VOCAB) < loss < math.log(VOCAB) + 1
 
 
 def test_only_the_final_norm_changes():
@@ -30,16 +30,3 @@ def test_only_the_final_norm_changes():
     weight = scale_to_head(drafter, TinyHead())
     changed = [name for name, value in drafter.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["norm.weight"] and torch.all(drafter.norm.weight == weight)
-
-
-@pytest.mark.parametrize("row_scale", [0.01, 1.0, 30.0])
-def test_the_mask_tokens_own_embedding_is_answered_evenly_by_a_tied_head(row_scale):
-    head = TinyHead()
-    head.weight_VH *= row_scale
-    config = tiny_config()
-    head.weight_VH[config.mask_token_id] *= 5
-    drafter = DFlashDrafter(config)
-    scale_to_head(drafter, head)
-    hidden = drafter.norm(F.rms_norm(head.weight_VH[config.mask_token_id], (config.hidden_size,)))
-    loss = F.cross_entropy(head.logits(hidden).expand(VOCAB, VOCAB), torch.arange(VOCAB))
-    assert loss < math.log(VOCAB) + 0.5

@@ -101,7 +101,7 @@ def test_show_displays_once_with_alternative_text():
 
 
 def test_length_ticks_are_powers_of_two():
-    figure, axes = style.new_figure()
+    _, axes = style.new_figure()
     style.length_axis(axes[0, 0], 65, 8191)
     ticks = axes[0, 0].get_xticks()
     assert np.all(np.log2(ticks) % 1 == 0)

@@ -85,9 +85,9 @@ class TrainConfig(NotebookConfig):
     anchors: int = option(32, "most blocks drawn from a sample in an epoch", at_least=1)
 
     epochs: int = option(1, "passes over the data", at_least=1)
-    max_steps: int = option(240, "stop after this many optimiser steps, 0 for all epochs", at_least=0)
+    max_steps: int = option(480, "stop after this many optimiser steps, 0 for all epochs", at_least=0)
     accumulation: int = option(1, "batches of one optimiser step", at_least=1)
-    learning_rate: float = option(1e-3, "peak learning rate", above=0)
+    learning_rate: float = option(4e-3, "peak learning rate", above=0)
     warmup: float = option(0.04, "linear warm-up, below 1 a share of all steps, else a number of steps", at_least=0)
     decay: str = option("cosine", "shape of the learning rate after warm-up", choices=("cosine", "linear", "wsd", "constant"))
     min_lr_ratio: float = option(0.1, "learning rate at the end as a share of the peak", at_least=0, at_most=1)

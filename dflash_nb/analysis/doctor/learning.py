@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_nb.analysis.doctor.check import Finding, check, look, ok, stop
@@ -129,9 +130,17 @@ def first_loss(drafter: DFlashDrafter, head: TargetHead, features: Features, los
         return stop(evidence, "look for infinite weights or features; use float32 or bfloat16")
     if mean < even - SURPRISE:
         return stop(f"{evidence}: too good for a drafter that has learned nothing", "the answer reaches the drafter; do not train")
-    if mean > even + SURPRISE:
+    if mean > even + SURPRISE + _answer_to_mask(head, drafter.config.mask_token_id):
         return look(evidence, "start with a smaller weight in the final norm; until then the first steps only learn the scale")
     return ok(evidence)
+
+
+def _answer_to_mask(head: TargetHead, mask_token_id: int) -> float:
+    """By how much a head of typical row 1 prefers one token for the mask token's embedding, which an untrained slot still is, in nats."""
+    rows_VE = head.weight_VH[: head.valid_vocab].float()
+    mask_E = head.embed(torch.tensor(mask_token_id, device=rows_VE.device)).float()
+    logits_V = rows_VE @ F.rms_norm(mask_E, mask_E.shape) / rows_VE.norm(dim=1).median()
+    return float(logits_V.max() - logits_V.mean())
 
 
 @check("gradients")
