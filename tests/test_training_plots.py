@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 from matplotlib import pyplot
-from runs import Recipe, padded_tokens, real_tokens, records, write_run
+from runs import Recipe, records, write_run
 
+from dflash_nb.analysis.achieved import by_length, planned_against_achieved
 from dflash_nb.analysis.plots import style, training
 from dflash_nb.pipeline.runlog import RunLog, read_run
 
@@ -41,8 +42,8 @@ def check(plot: style.Plot) -> str:
 def test_every_run_draws(runs, name):
     for plot in PLOTS:
         check(plot(runs[name]))
-    style.table(training.planned_against_achieved(runs[name]))
-    style.table(training.by_length(runs[name]))
+    style.table(planned_against_achieved(runs[name]))
+    style.table(by_length(runs[name]))
 
 
 def test_losses_at_the_ends(runs):
@@ -103,47 +104,6 @@ def test_the_limiting_side_is_named(tmp_path, recipe, say):
     assert say in check(training.queues(run))
     share = run.steps["seconds_wait"].sum() / run.steps["seconds_step"].sum()
     assert f"{100 * share:.1f} % " in training.queues(run).finding
-
-
-def test_time_by_length_is_each_buckets_own(runs):
-    run, recipe = runs["accumulated"], RUNS["accumulated"][0]
-    rows = training.by_length(run)
-    assert [row["lengths"] for row in rows] == ["0 - 127", "128 - 255", "256 - 511", "512 - 1,024"]
-    assert sum(row["batches"] for row in rows) == 120
-    for bucket, row in enumerate(rows):
-        own = recipe.step_seconds[bucket] + recipe.wait_seconds + 0.001 + 0.01 / 4
-        assert row["ms a batch"] == pytest.approx(1000 * own)
-        assert row["padding %"] == pytest.approx(100 * (1 - real_tokens(recipe)[bucket] / padded_tokens(recipe)[bucket]))
-    assert "drafter and loss" in check(training.time_by_length(run))
-
-
-def test_many_buckets_are_joined_and_none_is_lost(tmp_path):
-    n = 90
-    edges = tuple(range(0, 20 * n + 1, 20))
-    recipe = Recipe(steps=400, edges=edges, levels=(0.0,) * n, shares=(1.0,) * n, batch_rows=(8,) * n, step_seconds=(0.1,) * n)
-    run = read_run(write_run(tmp_path / "run", recipe))
-    labels, group = training.length_ranges(run)
-    assert len(labels) == 8 and np.bincount(group).min() > 25 and len(group) == 400
-    for i, label in enumerate(labels):
-        low, high = (int(part.replace(",", "")) for part in label.split(" - "))
-        assert (run.batches["padded_length"][group == i] >= low).all() and (run.batches["padded_length"][group == i] <= high).all()
-
-
-def test_mixed_batches_are_ranged_by_their_padded_length(tmp_path):
-    made = records(Recipe(steps=20))
-    for record in made:
-        record["batches"][0]["bucket"] = -1
-    with RunLog.create(tmp_path, {}) as log:
-        for record in made:
-            log.step(record)
-    labels, _ = training.length_ranges(read_run(tmp_path))
-    assert labels == ["64 - 127", "128 - 255", "256 - 511", "1,024 - 2,047"]
-
-
-def test_planned_and_achieved_stand_side_by_side(runs):
-    rows = {row["measure"]: row for row in training.planned_against_achieved(runs["killed"])}
-    assert (rows["optimiser steps"]["planned"], rows["optimiser steps"]["achieved"]) == ("40", "17")
-    assert rows["real tokens/s"]["planned"] == "unknown"
 
 
 def test_running_median_follows_levels_and_leaves_out_nan():

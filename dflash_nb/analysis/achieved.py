@@ -1,0 +1,137 @@
+"""What a run achieved, as tables: beside what the plan promised, and by length. For notebook 03 and whoever compares runs.
+
+Rates are tokens over the seconds of the steps themselves; order is measured on the log by the functions that notebook 02 uses on plans.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dflash_nb.pipeline.run import Run
+from dflash_nb.planner.diversity import AchievedBatches, lag1, longest_run
+
+MOST_RANGES = 8
+STAGES = ("wait", "transfer", "drafter", "optimizer")
+
+
+def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
+    """What the plan promised beside what ran, as rows for a table: steps, padding, order, speed. A value is None where unknown."""
+    epochs = (run.plan or {}).get("epochs", [])
+    planned = _sums(epochs)
+    steps, batches = run.steps, run.batches
+    tokens, padded = (int(steps[name].sum()) if len(run) else 0 for name in ("tokens", "padded_tokens"))
+    seconds = float(steps["seconds_step"].sum()) if len(run) else 0.0
+    budget = run.config.get("token_budget") or 0
+    ran = AchievedBatches(run.ids, np.concatenate([[0], batches["ids_to"]]), batches["tokens"], batches["bucket"]) if len(run) else None
+    rate = tokens / seconds if seconds else None
+    rows = [
+        ("optimiser steps", planned["steps"], len(run)),
+        ("batches", _planned_batches(run, epochs), len(batches.get("index", ()))),
+        ("padding, % of padded tokens", _padding(planned["tokens"], planned["padded_tokens"]), _padding(tokens, padded)),
+        ("fill, % of the budget", _fill(planned, budget), 100 * tokens / (len(batches["index"]) * budget) if len(run) and budget else None),
+        ("neighbours alike (lag-1 of mean length)", _mixing(epochs, "lag1"), _measured(lag1, ran)),
+        ("longest run of one bucket, batches", _mixing(epochs, "longest_run"), _measured(longest_run, ran)),
+        ("real tokens/s", (run.plan or {}).get("tokens_per_second"), rate),
+        ("minutes an epoch", _minutes(planned, epochs, (run.plan or {}).get("tokens_per_second")), _minutes(planned, epochs, rate)),
+    ]
+    return [{"measure": name, "planned": _rounded(plan), "achieved": _rounded(got)} for name, plan, got in rows]
+
+
+def by_length(run: Run) -> list[dict[str, Any]]:
+    """A row a range of lengths, for a table: batches, padding, loss, milliseconds, tokens/s, highest memory."""
+    if not len(run):
+        return []
+    labels, group = length_ranges(run)
+    batches, seconds = run.batches, sum(np.nan_to_num(part) for part in batch_seconds(run).values())
+    memory = run.steps["memory_bytes"][batches["at"]] / 2**30
+    rows = []
+    for i, label in enumerate(labels):
+        mine = group == i
+        tokens, padded = batches["tokens"][mine].sum(), batches["padded_tokens"][mine].sum()
+        late = np.flatnonzero(mine)[-max(1, int(mine.sum()) // 4) :]
+        weight = np.where(np.isfinite(batches["loss"][late]), batches["weight"][late], 0.0)
+        rows.append(
+            {
+                "lengths": label,
+                "batches": int(mine.sum()),
+                "padding %": _padding(tokens, padded),
+                "loss, last quarter": float(np.nansum(batches["loss"][late] * weight) / weight.sum()) if weight.sum() else np.nan,
+                "ms a batch": float(np.median(seconds[mine]) * 1000),
+                "real tokens/s": float(tokens / max(seconds[mine].sum(), 1e-9)),
+                "peak memory GiB": float(np.nanmax(memory[mine])) if np.isfinite(memory[mine]).any() else np.nan,
+            }
+        )
+    return rows
+
+
+def length_ranges(run: Run, most: int = MOST_RANGES) -> tuple[list[str], np.ndarray]:
+    """At most ``most`` ranges of lengths with something in them, and the range of each batch.
+
+    They are the run's buckets, neighbours joined where there are more (to about equal numbers of batches), or octaves of the padded
+    length for a run without buckets.
+    """
+    lengths, buckets = run.batches["padded_length"], run.batches["bucket"]
+    edges = np.array((run.buckets or {}).get("boundaries", ()))
+    if not len(edges) or (buckets < 0).any() or buckets.max() >= len(edges) - 1:
+        edges = 2.0 ** np.arange(np.floor(np.log2(max(lengths.min(), 1))), np.ceil(np.log2(lengths.max() + 1)) + 1)
+        buckets = np.searchsorted(edges, lengths, side="right") - 1
+    used, group = np.unique(buckets, return_inverse=True)
+    if len(used) > most:
+        before = np.cumsum(np.bincount(group)) - np.bincount(group) / 2
+        joined = (before / len(group) * most).astype(int)
+        _, joined = np.unique(joined, return_inverse=True)
+        group = joined[group]
+    spans = [(buckets[group == i].min(), buckets[group == i].max()) for i in range(group.max() + 1)]
+    return [f"{int(edges[low]):,} - {int(edges[high + 1]) - 1:,}" for low, high in spans], group
+
+
+def batch_seconds(run: Run) -> dict[str, np.ndarray]:
+    """Seconds of each batch by stage, as logged for the batch; where only its step was timed, an equal share of that."""
+    at = run.batches["at"]
+    share = 1.0 / np.bincount(at, minlength=len(run))[at]
+    parts = {}
+    for stage in STAGES:
+        of_step = run.steps[f"seconds_{stage}"][at] * share
+        of_batch = run.batches[f"seconds_{stage}"]
+        parts[stage] = np.where(np.isfinite(of_batch), of_batch, of_step)
+    return parts
+
+
+def _sums(epochs: list[dict[str, Any]]) -> dict[str, int | None]:
+    names = ("steps", "batches", "tokens", "padded_tokens")
+    return {name: sum(epoch[name] for epoch in epochs) if epochs and all(name in epoch for epoch in epochs) else None for name in names}
+
+
+def _planned_batches(run: Run, epochs: list[dict[str, Any]]) -> int | None:
+    """Batches that the planned steps take: all of an epoch, or fewer where ``max_steps`` ends it."""
+    window = run.config.get("accumulation", 1)
+    return sum(min(epoch["batches"], epoch["steps"] * window) for epoch in epochs) or None
+
+
+def _padding(tokens: int | None, padded: int | None) -> float | None:
+    return 100 * (1 - tokens / padded) if tokens and padded else None
+
+
+def _fill(planned: dict[str, int | None], budget: int) -> float | None:
+    return 100 * planned["tokens"] / (planned["batches"] * budget) if planned["tokens"] and planned["batches"] and budget else None
+
+
+def _mixing(epochs: list[dict[str, Any]], name: str) -> float | None:
+    values = [epoch["mixing"][name] for epoch in epochs if name in epoch.get("mixing", {})]
+    return float(np.mean(values)) if values else None
+
+
+def _measured(measure: Callable[[AchievedBatches], float], ran: AchievedBatches | None) -> float | None:
+    return float(measure(ran)) if ran is not None and len(ran.real_tokens) > 2 else None
+
+
+def _minutes(planned: dict[str, int | None], epochs: list[dict[str, Any]], rate: float | None) -> float | None:
+    return planned["tokens"] / len(epochs) / rate / 60 if planned["tokens"] and rate else None
+
+
+def _rounded(value: float | None) -> str:
+    """As text, since the rows of the table hold different kinds."""
+    if value is None or not np.isfinite(value):
+        return "unknown"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:,.2f}"
