@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/installed
-STRIP := $(BIN)/nbstripout --verify --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
+STRIP := $(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
 
 .PHONY: help install run test check lab report smollm2 benchmarks clean
 
