@@ -94,11 +94,11 @@ def written(model, count: int, seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng([seed, 1])
     torch.manual_seed(seed)
     lengths = np.sort(np.clip(np.exp(rng.normal(3.6, 0.6, count)), 14, 160).astype(int))
-    rows = []
-    for first in range(0, count, 100):
-        some = lengths[first : first + 100]
+    rows, short = [], int((lengths < EDGES[1]).sum())
+    for first in [*range(0, short, 100), *range(short, count, 100)]:
+        some = lengths[first : min(first + 100, short if first < short else count)]
         prompts = torch.tensor(rng.integers(len(UNUSED), MASK_TOKEN, (len(some), PROMPT)))
-        drawn = bool(some.mean() < EDGES[1])
+        drawn = first < short
         kept = {"do_sample": drawn, "suppress_tokens": [*UNUSED, MASK_TOKEN], "pad_token_id": 0}
         answers = model.generate(prompts, max_new_tokens=int(some.max()) - PROMPT, **kept)
         rows += [answer[:length].numpy().astype(np.int32) for answer, length in zip(answers, some, strict=True)]
@@ -295,10 +295,10 @@ def shuffled_labels(low: int, high: int) -> Callable[[list[np.ndarray]], None]:
 
 
 def poisoned(sample: int) -> Callable[[list[np.ndarray]], None]:
-    """One row of tokens that no other row has."""
+    """One row of tokens in an order that nothing foretells."""
 
     def change(rows):
-        rows[sample][PROMPT:] = np.random.default_rng(3).choice(UNUSED, len(rows[sample]) - PROMPT)
+        rows[sample][PROMPT:] = np.random.default_rng(3).integers(len(UNUSED), MASK_TOKEN, len(rows[sample]) - PROMPT)
 
     return change
 

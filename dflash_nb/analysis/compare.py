@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_nb.analysis.csvlog import read_log
-from dflash_nb.analysis.decompose import Parts, decompose, mean_lengths
+from dflash_nb.analysis.decompose import Parts, decompose, joined_edges, mean_lengths
 from dflash_nb.analysis.findings.finding import Log, listed
 from dflash_nb.analysis.findings.process import static_composition
 from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
@@ -25,7 +25,6 @@ NO_BEARING = frozenset(
     )
 )  # fmt: skip
 OTHER_LOSS = ("objective", "gamma", "block_size", "target", "dataset")  # settings under which two losses are not one quantity
-CLASSES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +122,11 @@ def _lines(logs: Sequence[Log], names: Sequence[str], word: str) -> list[Line]:
 
 
 def _common_edges(logs: Sequence[Log]) -> np.ndarray | None:
-    """Edges of at most CLASSES ranges with about equally many batches of all runs; None where a log knows no lengths."""
+    """Edges of one set of ranges for all runs; None where a log knows no lengths."""
     means = [mean_lengths(log.run) for log in logs]
     if not means or any(not np.isfinite(mean).all() or not mean.any() for mean in means):
         return None
-    cuts = np.quantile(np.concatenate([mean[:: max(1, len(mean) // 10_000)] for mean in means]), np.linspace(0, 1, CLASSES + 1))
-    cuts = np.unique(np.round(cuts))
-    return np.append(cuts[:-1], cuts[-1] + 1) if len(cuts) > 1 else np.array([cuts[0], cuts[0] + 1])
+    return joined_edges(np.concatenate(means))
 
 
 def _standard(logs: Sequence[Log], taken: Sequence[Parts]) -> dict[str, float]:
@@ -148,6 +145,8 @@ def _shift(log: Log, parts: Parts, standard: dict[str, float]) -> np.ndarray:
     at, every, total, shift = log.run.batches["at"], np.arange(len(log)), 0.0, np.zeros(len(log))
     for g, name in enumerate(parts.groups):
         mine = np.flatnonzero(parts.group_M == g)
+        if not len(mine):
+            continue
         total += standard[name]
         shift += standard[name] * np.interp(every, at[mine], parts.level_M[mine])
     return shift / max(total, 1e-12)

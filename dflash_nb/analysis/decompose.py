@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from dflash_nb.analysis.running import median_interval, running_median, running_scale, scale_of
+from dflash_nb.analysis.running import median_interval, median_of, running_median, running_scale, scale_of
 from dflash_nb.pipeline.run import Run
 
 MOST_GROUPS = 12
@@ -122,22 +122,43 @@ def length_groups(run: Run) -> tuple[list[str], np.ndarray]:
     if len(edges) > 1:
         _, cell = _by_edges(mean, edges)
         cell = np.where((bucket >= 0) & (bucket < len(edges) - 1), bucket, cell)
-        return _join(cell, [(int(low), int(high)) for low, high in pairwise(edges)])
-    if (bucket >= 0).mean() > 0.5:
-        return _join(np.maximum(bucket, -1) + 1, ["several buckets", *(f"bucket {i}" for i in range(bucket.max() + 1))])
-    low, high = (np.floor(2 * np.log2(max(length, 1))) for length in (mean.min(), mean.max()))
-    edges = np.unique([0, *np.round(2 ** (np.arange(low, high + 2) / 2))])
-    return _join(_by_edges(mean, edges)[1], [(int(low), int(high)) for low, high in pairwise(edges)])
+    elif 2 * (bucket >= 0).sum() > len(bucket):
+        names = ["several buckets", *(f"bucket {i}" for i in range(bucket.max() + 1))]
+        members, lookup = _join(np.maximum(bucket, -1) + 1, len(names))
+        return [names[each[0]] + (f" to {names[each[-1]]}" if len(each) > 1 else "") for each in members], lookup
+    else:
+        edges = half_octaves(mean)
+        _, cell = _by_edges(mean, edges)
+    members, group = _join(cell, len(edges) - 1)
+    return [_range(edges[each[0]], edges[each[-1] + 1]) for each in members], group
+
+
+def half_octaves(lengths: np.ndarray) -> np.ndarray:
+    """Edges of ranges of lengths, each 1.41 times as long as the one before, that hold all ``lengths``."""
+    low, high = (np.floor(2 * np.log2(max(length, 1))) for length in (lengths.min(), lengths.max()))
+    return np.unique([0, *np.round(2 ** (np.arange(low, high + 2) / 2))])
+
+
+def joined_edges(lengths: np.ndarray) -> np.ndarray:
+    """Edges of half-octaves with sparse neighbours joined, as ``length_groups`` makes them."""
+    edges = half_octaves(lengths)
+    members, _ = _join(_by_edges(lengths, edges)[1], len(edges) - 1)
+    return np.array([edges[members[0][0]], *(edges[each[-1] + 1] for each in members)])
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:,.0f} - {high - 1:,.0f}"
 
 
 def _by_edges(lengths: np.ndarray, edges: np.ndarray) -> tuple[list[str], np.ndarray]:
-    names = [f"{low:,.0f} - {high - 1:,.0f}" for low, high in pairwise(edges)]
+    names = [_range(low, high) for low, high in pairwise(edges)]
     return names, np.clip(np.searchsorted(edges, lengths, side="right") - 1, 0, len(edges) - 2)
 
 
-def _join(cell: np.ndarray, labels: list) -> tuple[list[str], np.ndarray]:
-    """Join neighbouring cells: each time the one with the fewest batches to its smaller neighbour."""
-    counts = np.bincount(cell, minlength=len(labels))
+def _join(cell: np.ndarray, cells: int) -> tuple[list[list[int]], np.ndarray]:
+    """Join neighbouring cells, each time the one with the fewest batches to its smaller neighbour: the cells of each group, and the
+    group of each batch."""
+    counts = np.bincount(cell, minlength=cells)
     groups = [[int(i)] for i in np.flatnonzero(counts)]
     size = [int(counts[i]) for i in np.flatnonzero(counts)]
     while len(groups) > 1 and (min(size) < LEAST_OF_A_GROUP or len(groups) > MOST_GROUPS):
@@ -146,16 +167,10 @@ def _join(cell: np.ndarray, labels: list) -> tuple[list[str], np.ndarray]:
         low, high = min(i, j), max(i, j)
         groups[low] += groups.pop(high)
         size[low] += size.pop(high)
-    lookup = np.zeros(len(labels), dtype=np.int64)
-    names = []
+    lookup = np.zeros(cells, dtype=np.int64)
     for number, members in enumerate(groups):
         lookup[members] = number
-        first, last = labels[members[0]], labels[members[-1]]
-        if isinstance(first, tuple):
-            names.append(f"{first[0]:,} - {last[1] - 1:,}")
-        else:
-            names.append(first if first == last else f"{first} to {last}")
-    return names, lookup[cell]
+    return groups, lookup[cell]
 
 
 def _backfit(loss: np.ndarray, group: np.ndarray, weight: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +189,7 @@ def _backfit(loss: np.ndarray, group: np.ndarray, weight: np.ndarray, groups: in
             own = running_median(loss[mine] - trend[mine], int(np.clip(len(mine) // 6, *LEVEL_HALF)))
             own = np.nan_to_num(own)
             of_group.append(own)
-            centre += part * np.interp(everywhere, mine, own)
+            centre += part * (np.interp(everywhere, mine, own) if len(mine) else 0.0)
         for mine, own in zip(members, of_group, strict=True):
             level[mine] = own - centre[mine]
     return running_median(loss - level, half), level
@@ -197,7 +212,7 @@ def _scales(residual: np.ndarray, trend: np.ndarray, group: np.ndarray, weight: 
         usual = np.median(weight[mine][weight[mine] > 0]) if (weight[mine] > 0).any() else 1.0
         lighter = np.sqrt(np.maximum(1.0, usual / np.maximum(weight[mine], 1e-3 * usual)))
         scale[mine] = np.hypot(np.maximum(local, of_group) * lighter, np.nan_to_num(steepness[mine]))
-    floor = 1e-4 * float(np.nanmedian(np.abs(trend))) if np.isfinite(trend).any() else 0.0
+    floor = 1e-4 * np.nan_to_num(median_of(np.abs(trend)))
     return np.maximum(scale, max(floor, 1e-9))
 
 
@@ -223,7 +238,7 @@ def _movement(around_trend: np.ndarray, mix: np.ndarray, noise: np.ndarray) -> I
     The first tenth of the run is left out (the trend moves there), and so are changes from or to a spike.
     """
     rest = around_trend - mix
-    calm = np.isfinite(rest) & (np.abs(rest - np.nanmedian(rest)) < 6 * noise)
+    calm = np.isfinite(rest) & (np.abs(rest - median_of(rest)) < 6 * noise)
     calm[: min(50, len(calm) // 10)] = False
     pairs = calm[1:] & calm[:-1]
     before, after = (np.diff(values)[pairs] ** 2 for values in (around_trend, rest))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflash_nb.analysis.csvlog import read_log
 from dflash_nb.analysis.findings import CHECKS
-from dflash_nb.analysis.findings.finding import Check, Finding, Log, Severity, listed, plural
+from dflash_nb.analysis.findings.finding import WORDS, Check, Finding, Log, Severity, listed, plural
 from dflash_nb.pipeline.run import Run
 
 VERDICTS = {Severity.NOTE: "HEALTHY", Severity.LOOK: "LOOK", Severity.STOP: "STOP"}
@@ -85,7 +85,7 @@ def diagnose(source: str | Path | Run, columns: str = "") -> Diagnosis:
     for check in CHECKS:
         missing = [name for name in check.needs if not log.has(name)]
         if missing and check.kind != "not finite":
-            why = f"the log holds no {listed([name.replace('_', ' ') for name in missing])}"
+            why = f"the log holds no {listed([WORDS.get(name, name) for name in missing])}"
             unjudged.append(Unjudged(check, why))
         elif len(log) < check.least_steps:
             unjudged.append(Unjudged(check, f"needs {plural(check.least_steps, 'step')}, there are {len(log)}"))

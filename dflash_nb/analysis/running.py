@@ -37,6 +37,12 @@ def scale_of(values: np.ndarray) -> float:
     return float(NORMAL_MAD * np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
 
 
+def median_of(values: np.ndarray) -> float:
+    """Median of the finite values, NaN for none."""
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else float("nan")
+
+
 def median_interval(values: np.ndarray, z: float = 1.96) -> tuple[float, float, float]:
     """Median and its distribution-free interval from order statistics (Conover 1999, section 3.2); NaN are left out.
 

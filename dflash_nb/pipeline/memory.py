@@ -22,7 +22,9 @@ from dflash_nb.model.target_info import TargetInfo
 from dflash_nb.pipeline.job import Job
 
 LOSS_TILES = {"cpu": 2 * 16 * 2**20, "cuda": 2 * 256 * 2**20}  # logits of one tile of the vocabulary, and their softmax
-LIBRARIES = {"cpu": 120e6, "cuda": 0.8e9}  # thread pools, workspaces, allocator slack; the CUDA context
+LIBRARIES = {"cpu": 120e6, "cuda": 0.8e9}  # code loaded late, thread pools and workspaces; the CUDA context
+SLACK = {"cpu": 0.25, "cuda": 0.1}  # what the allocator keeps on top of activations: fitted on CPUs, assumed on GPUs
+CHANGING = frozenset({"target forward", "features in work", "kept for the backward pass", "largest temporary"})
 OPTIMIZER_BYTES = 16  # float32 weight, gradient and two moments of each parameter
 
 
@@ -129,12 +131,14 @@ def feature_bytes(config: DrafterConfig, number: int, with_last_hidden: bool = F
 
 
 def target_moment(info: TargetInfo, size: TargetSize, shape: Shape, device: str, number: int) -> Any:
-    """Largest temporary of the target's forward without its features: the widest of MLP, attention and recurrent layer, and the mask."""
+    """Largest temporary of the target's forward without its features: the widest of MLP, attention (which makes the padding mask a
+    number a token pair) and recurrent layer; the mask itself stays a byte a pair.
+    """
     width, query, key_value = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
-    attention = 3 * width + 3 * query + 4 * key_value
+    attention = 3 * width + 3 * query + 4 * key_value + shape.padded_length
     recurrent = 3 * width + size.recurrent_numbers if _kind(device) == "cpu" else 0  # accelerators have a kernel that holds less
-    a_token = max(4 * width + 3 * info.intermediate_size, attention, recurrent)
-    return shape.padded_tokens * a_token * number + shape.padded_tokens * shape.padded_length * (number + 1)
+    a_token = np.maximum(max(4 * width + 3 * info.intermediate_size, recurrent), attention)
+    return shape.padded_tokens * (a_token * number + shape.padded_length)
 
 
 def kept_for_backward(config: DrafterConfig, shape: Shape, number: int) -> Any:
@@ -221,9 +225,11 @@ def predict(
         kind = _kind(device)
         if kind == "cpu":
             parts.append(Component(device, "process", base_bytes, "Python and the imported packages"))
-        parts.append(
-            Component(device, "libraries", LIBRARIES[kind], "thread pools, workspaces, slack" if kind == "cpu" else "CUDA context")
-        )
+        changing = sum(each.bytes for each in parts if each.device == device and each.name in CHANGING)
+        parts += [
+            Component(device, "libraries", LIBRARIES[kind], "thread pools, workspaces" if kind == "cpu" else "CUDA context"),
+            Component(device, "allocator slack", SLACK[kind] * changing, f"{SLACK[kind]:.0%} of what changes with every batch"),
+        ]
     logits = shape.padded_tokens * info.vocab_size * target_number
     why = f"{_told(shape.padded_tokens)} tokens x {info.vocab_size:,}: the output matrix only ever meets drafted slots, a tile at a time"
     return MemoryPlan(tuple(parts), (Component(targets[0], "logits of every position", logits, why),))
@@ -242,6 +248,7 @@ def predict_job(job: Job, size: TargetSize | None = None) -> MemoryPlan:
     """The memory of a checked run at its largest batch of the first epoch, with what the process holds now on the CPU."""
     from dflash_nb.pipeline.train import WAITING_BATCHES
 
+    what = (job.info, size or target_size(job.info), job.drafter)
     config, plan = job.config, job.plan(0)
     targets, drafter_device = [str(device) for device in job.placement.targets], str(job.placement.drafter)
     low = config.dtype == "bfloat16" or (config.dtype == "auto" and not targets[0].startswith("cpu"))
@@ -256,7 +263,6 @@ def predict_job(job: Job, size: TargetSize | None = None) -> MemoryPlan:
         "with_last_hidden": config.objective == "kl",
         "base_bytes": resident_bytes(),
     }
-    what = (job.info, size or target_size(job.info), job.drafter)
     shapes = Shape.planned(np.diff(plan.offsets), plan.padded_lengths, plan.real_tokens, config.anchors, config.block_size)
     worst = int(np.argmax(predict(*what, shapes, **launch).total(drafter_device)))
     return predict(*what, shapes.one(worst), **launch)

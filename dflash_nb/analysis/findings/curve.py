@@ -7,13 +7,12 @@ times and is large enough to matter. Standard errors of medians are 1.25 times t
 import numpy as np
 
 from dflash_nb.analysis.findings.finding import Finding, Log, Severity, plural
-from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
+from dflash_nb.analysis.running import MEDIAN_ERROR, median_of, running_median, scale_of
 
 SURE = 6.0  # standard errors of a rise that stops a run
 FAR_OVER = 10.0  # median gradient norm over its limit from which clipping is more than a scale, which AdamW ignores
 STANDSTILL = 0.01  # fall over half of a run that counts as none, as a share of the loss (and a third of that of the whole fall)
 STRAIGHT = 0.4  # least fall a unit of summed rate, second half over first, of a loss that falls in a straight line
-LOWEST_RATE = 1e-5  # at lower peaks, a loss that stands still is no surprise
 SLOW_RATE = 1e-4  # AdamW peak rates below this are unusual for a drafter; published ones are 6e-4 and above
 
 
@@ -81,7 +80,7 @@ def diverged(log: Log) -> Finding | None:
 def nothing_learned(log: Log) -> Finding | None:
     """The loss is where it started, and was nowhere else, at a rate that should have moved it."""
     loss, step = _adjusted(log)
-    if len(loss) < 60 or log.after_warmup().sum() < 40 or log.phase.peak < LOWEST_RATE:
+    if len(loss) < 60 or log.after_warmup().sum() < 40 or log.phase.peak < SLOW_RATE:
         return None
     noise = scale_of(loss)
     first = loss[: max(10, len(loss) // 12)]
@@ -170,7 +169,7 @@ def always_clipped(log: Log) -> Finding | None:
     if len(late) < 30:
         return None
     clipped, norm = log.run.steps["clipped"][late].astype(bool), log.run.steps["grad_norm"][late]
-    share, over = float(clipped.mean()), float(np.nanmedian(norm) / limit) if limit else np.nan
+    share, over = float(clipped.mean()), median_of(norm) / limit if limit else np.nan
     if share < 0.95:
         return None
     severity = Severity.LOOK if over > FAR_OVER else Severity.NOTE
@@ -179,7 +178,7 @@ def always_clipped(log: Log) -> Finding | None:
         severity,
         f"{share:.0%} of the last {plural(len(late), 'step')} were clipped"
         + (f"; the gradient norm is {over:.1f} times the limit of {limit:g}" if limit else ""),
-        (f"median gradient norm {np.nanmedian(norm):.3g}",),
+        (f"median gradient norm {median_of(norm):.3g}",),
         1.0,
         log.step_N[late],
         "Raise grad_clip to about twice the median norm, so that it cuts spikes only"

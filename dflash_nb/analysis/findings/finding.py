@@ -101,6 +101,18 @@ class Check:
     least_steps: int = 1
 
 
+WORDS = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "lengths": "lengths or buckets of its batches",
+    "evaluations": "held-out evaluation",
+    "slot_accuracy": "accuracy by slot",
+    "seconds_wait": "waiting times",
+    "seconds_step": "step times",
+    "plan": "plan",
+}
+
+
 def listed(words: list[str], most: int = 6) -> str:
     """``a, b and c``; after ``most`` of them ``a, b and 5 more``."""
     if len(words) > most:

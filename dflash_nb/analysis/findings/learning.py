@@ -3,13 +3,14 @@
 import numpy as np
 
 from dflash_nb.analysis.findings.finding import Finding, Log, Severity, listed
-from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
+from dflash_nb.analysis.running import MEDIAN_ERROR, median_of, running_median, scale_of
 
 LEARNED_LITTLE = 0.25  # fall of a range of lengths over the fall of the others
 SINCE = (0.05, 0.15, 0.3, 0.5)  # shares of the steps from which falls are counted: the steep start is shared by all lengths
 MATTERS = 0.04  # fall of the others, as a share of the loss, from which it says something
 SURE = 4.0  # standard errors; many ranges and times are asked
 LEAST_BATCHES = 5
+STANDS_STILL, FALLS_ON, FAR_APART = 0.05, 0.1, 0.15  # of the loss: held-out fall that is none, training fall that is one, a wide gap
 SLOT_LEARNED_LITTLE = 0.1  # rise of a slot's accuracy over the first slot's
 
 
@@ -55,7 +56,7 @@ def falls_by_group(log: Log, since: float = SINCE[0]) -> list[dict]:
     parts, at, n = log.parts, log.run.batches["at"] if len(log) else np.zeros(0), len(log)
     start = int(since * n)
     early, late = (at >= start) & (at < start + max(n // 8, 1)), at >= n - max(n // 5, 1)
-    trend_early, trend_late = (float(np.nanmedian(parts.trend_M[where])) if where.any() else np.nan for where in (early, late))
+    trend_early, trend_late = (median_of(parts.trend_M[where]) for where in (early, late))
     rows = []
     for g, name in enumerate(parts.groups if n else ()):
         around = parts.loss_M - parts.trend_M
@@ -155,22 +156,33 @@ def acceptance_stuck(log: Log) -> Finding | None:
 
 
 def heldout_drift(log: Log) -> Finding | None:
-    """Held-out loss rises while the training loss falls on."""
+    """Held-out loss rises from its best, or stands still, while the training loss falls on."""
     evals = [(event["step"], event["loss"]) for event in log.run.events_of("eval") if event.get("loss") is not None and event["step"] > 0]
-    if len(evals) < 3:
+    if len(evals) < 3 or len(log) < 2 * len(evals):
         return None
     steps, held = (np.array(values, float) for values in zip(*evals, strict=True))
     adjusted = running_median(log.parts.adjusted_N, int(np.clip(len(log) // 30, 3, 50)))
     train = adjusted[np.clip(np.searchsorted(log.step_N, steps), 0, len(log) - 1)]
-    best = int(np.argmin(held))
-    rise, fell = float(held[-1] - held[best]), float(train[best] - train[-1])
+    best, third = int(np.argmin(held)), 2 * len(held) // 3
     noise = float(np.median(np.abs(np.diff(held, 2)))) / 2 if len(held) > 3 else 0.0
-    if best == len(held) - 1 or rise < max(0.02 * held[best], 3 * noise) or fell < 0.3 * rise:
+    rise, fell = float(held[-1] - held[best]), float(train[best] - train[-1])
+    rises = best < len(held) - 1 and rise > max(0.02 * held[best], 3 * noise) and fell > 0.3 * rise
+    apart = (held[-1] - train[-1]) - (held[third - 1] - train[third - 1])
+    stands = (
+        len(held) > 3
+        and held[third - 1] - held[-1] < STANDS_STILL * held[-1]
+        and train[third - 1] - train[-1] > FALLS_ON * train[third - 1]
+        and held[-1] - train[-1] > FAR_APART * held[-1]
+        and apart > 3 * noise
+    )
+    if not rises and not stands:
         return None
+    since = steps[best] if rises else steps[third - 1]
+    how = f"has risen from {held[best]:.2f} at step {since:,.0f} to" if rises else f"no longer falls since step {since:,.0f},"
     return Finding(
         "held-out drifts",
         Severity.LOOK,
-        f"Held-out loss has risen from {held[best]:.2f} at step {steps[best]:,.0f} to {held[-1]:.2f} while the training loss fell on",
+        f"Held-out loss {how} {held[-1]:.2f}, while the training loss falls on, to {train[-1]:.2f}",
         tuple(f"step {step:,.0f}: held-out {a:.3f}, training {b:.3f}" for step, a, b in zip(steps, held, train, strict=True))[-6:],
         0.95,
         steps.astype(int),

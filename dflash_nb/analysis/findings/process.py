@@ -4,9 +4,10 @@ import numpy as np
 
 from dflash_nb.analysis.findings.finding import Finding, Log, Severity, plural
 from dflash_nb.analysis.findings.spikes import is_short
-from dflash_nb.analysis.running import scale_of
+from dflash_nb.analysis.running import median_of, scale_of
 from dflash_nb.planner.diversity import AchievedBatches, chance_run, lag1, longest_run, repeated_mates
 
+LOST = 0.25  # rise at a resume over what had been learned from which the weights count as lost
 MOSTLY_WAITING = 0.8  # share of the time
 MUCH_SLOWER = 3.0
 
@@ -68,11 +69,12 @@ def epoch_steps(log: Log) -> Finding | None:
     """The loss steps down (or up) at the border of an epoch."""
     epoch, adjusted = log.run.steps["epoch"], log.parts.adjusted_N
     borders = np.flatnonzero(np.diff(epoch) > 0) + 1
+    marks = np.concatenate([[0, len(log)], borders, _resumes(log)])
     found = []
     for border in borders:
-        window = int(min(border, len(log) - border, 40))
+        window = int(min(40, np.abs(marks[marks != border] - border).min()))
         change = _step_at(adjusted, border, window) if window >= 10 else None
-        if change and abs(change[0]) > max(6 * change[1], 0.02 * abs(np.nanmedian(adjusted))):
+        if change and abs(change[0]) > max(6 * change[1], 0.02 * abs(median_of(adjusted))):
             found.append((int(log.step_N[border]), *change))
     if not found:
         return None
@@ -105,30 +107,35 @@ def resume_jump(log: Log) -> Finding | None:
             evidence.append(
                 f"steps {event['first']:,} to {event['last']:,} ran twice with other losses: {before[0]:.3f}, then {again[0]:.3f}"
             )
-    for event in run.events_of("resume"):
-        at = int(np.searchsorted(log.step_N, event["step"], side="right"))
+    adjusted, rate, lost = log.parts.adjusted_N, run.steps["lr"], False
+    for at in _resumes(log):
+        step = int(log.step_N[at - 1]) if at else 0
         window = int(min(at, len(log) - at, 30))
-        if window < 8:
-            continue
-        change = _step_at(log.parts.adjusted_N, at, window)
-        if change and change[0] > max(6 * change[1], 0.02 * abs(np.nanmedian(log.parts.adjusted_N))):
-            found.append(int(event["step"]))
-            evidence.append(f"the loss rises by {change[0]:.3f} ± {2 * change[1]:.3f} at the resume after step {event['step']:,}")
-        rate = run.steps["lr"]
-        if at < len(rate) and np.isfinite(rate[at - 1 : at + 1]).all() and not 0.5 < rate[at] / max(rate[at - 1], 1e-300) < 2 and at > 3:
-            found.append(int(event["step"]))
-            evidence.append(f"the learning rate goes from {rate[at - 1]:.1e} to {rate[at]:.1e} at the resume after step {event['step']:,}")
+        change = _step_at(adjusted, at, window) if window >= 8 else None
+        if change and change[0] > max(6 * change[1], 0.02 * abs(median_of(adjusted))):
+            found.append(step)
+            evidence.append(f"the loss rises by {change[0]:.3f} ± {2 * change[1]:.3f} at the resume after step {step:,}")
+            lost |= change[0] > LOST * (median_of(adjusted[: max(5, at // 20)]) - median_of(adjusted[at - window : at]))
+        if 3 < at < len(rate) and np.isfinite(rate[at - 1 : at + 1]).all() and not 0.5 < rate[at] / max(rate[at - 1], 1e-300) < 2:
+            found.append(step)
+            evidence.append(f"the learning rate goes from {rate[at - 1]:.1e} to {rate[at]:.1e} at the resume after step {step:,}")
     if not found:
         return None
     return Finding(
         "resume jump",
-        Severity.LOOK,
+        Severity.STOP if lost else Severity.LOOK,
         f"The run goes on otherwise than before after the resume at step {found[0]:,}",
         tuple(evidence),
         0.97,
         np.unique(found),
-        "See that optimiser moments, schedule and the plan's position were restored; else start again from the checkpoint",
+        ("Stop. The weights were not restored: " if lost else "")
+        + "See that weights, moments, schedule and the plan's position were restored, then start again from the checkpoint",
     )
+
+
+def _resumes(log: Log) -> np.ndarray:
+    """Rows of the first steps after a resume."""
+    return np.array([np.searchsorted(log.step_N, event["step"], side="right") for event in log.run.events_of("resume")], dtype=np.int64)
 
 
 def _step_at(values: np.ndarray, at: int, window: int) -> tuple[float, float] | None:
@@ -180,7 +187,7 @@ def starved(log: Log) -> Finding | None:
     if share < 0.3:
         return None
     prefetch = steps["q_prefetch"][skip:]
-    reading = bool(np.isfinite(prefetch).any() and np.nanmedian(prefetch) == 0)
+    reading = bool(np.isfinite(prefetch).any() and median_of(prefetch) == 0)
     side = "reading and collating" if reading else "the target"
     return Finding(
         "starved",
@@ -188,7 +195,7 @@ def starved(log: Log) -> Finding | None:
         f"The drafter waited {share:.0%} of the time: {side} limits the speed",
         (
             f"{total * share / 60:,.1f} of {total / 60:,.1f} minutes waited",
-            f"q_prefetch median {np.nanmedian(prefetch):.0f}, q_hs median {np.nanmedian(steps['q_hs'][skip:]):.0f}",
+            f"q_prefetch median {median_of(prefetch):.0f}, q_hs median {median_of(steps['q_hs'][skip:]):.0f}",
         ),
         1.0,
         log.step_N[skip:],
@@ -198,31 +205,38 @@ def starved(log: Log) -> Finding | None:
 
 
 def slower(log: Log) -> Finding | None:
-    """Batches of the same lengths take much longer than before."""
-    steps, batches = log.run.steps, log.run.batches
-    each = np.bincount(batches["at"], minlength=len(log))[batches["at"]]
-    seconds = steps["seconds_step"][batches["at"]] / each
-    rest = np.log(np.maximum(seconds, 1e-9))
-    for g in range(len(log.parts.groups)):
-        mine = log.parts.group_M == g
-        rest[mine] -= np.nanmedian(rest[mine])
-    quarter = len(rest) // 4
-    if quarter < 25:
+    """Batches of the same lengths take much longer than before: in one stage, or in all of them, as on a machine with other work."""
+    steps = log.run.steps
+    whole = _slowdown(log, steps["seconds_step"])
+    if whole is None or whole[0] < 1.7 or np.log(whole[0]) < 2 * whole[1]:
         return None
-    before, now = float(np.nanmedian(rest[quarter : 2 * quarter])), float(np.nanmedian(rest[-quarter:]))
-    factor = float(np.exp(now - before))
-    if factor < 1.7 or (now - before) < 2 * scale_of(rest[quarter : 2 * quarter]):
-        return None
+    own = _slowdown(log, steps["seconds_drafter"] + steps["seconds_optimizer"])
+    everything = own is not None and own[0] > 0.5 * whole[0]
     return Finding(
         "slower",
-        Severity.LOOK if factor > MUCH_SLOWER else Severity.NOTE,
-        f"A step takes {factor:.1f} times as long as earlier for the same lengths",
-        (f"median of the last quarter against the second quarter of {len(rest):,} batches",),
+        Severity.LOOK if whole[0] > MUCH_SLOWER and not everything else Severity.NOTE,
+        f"A step takes {whole[0]:.1f} times as long as earlier for the same lengths"
+        + (", in all stages" if everything else ", the drafter's own part does not" if own is not None else ""),
+        ("medians of the last quarter of the batches against the second",),
         0.95,
-        log.step_N[log.run.batches["at"][-quarter:]],
-        "Look for another load on the machine, heat throttling, or a queue that no longer fills",
-        {"factor": factor},
+        log.step_N[-(len(log) // 4) :],
+        "Look for other work on the machine, or heat" if everything else "Look at the target workers, the storage and the queues",
+        {"factor": whole[0]},
     )
+
+
+def _slowdown(log: Log, seconds_N: np.ndarray) -> tuple[float, float] | None:
+    """Factor between the last and the second quarter of the batches, lengths taken off, and the spread (logarithm) in the second."""
+    at = log.run.batches["at"]
+    rest = np.log(np.maximum(seconds_N[at], 1e-9)) - np.log(np.bincount(at, minlength=len(log))[at])
+    for g in range(len(log.parts.groups)):
+        mine = log.parts.group_M == g
+        rest[mine] -= median_of(rest[mine])
+    quarter = len(rest) // 4
+    if quarter < 25 or not np.isfinite(rest).any():
+        return None
+    before = rest[quarter : 2 * quarter]
+    return float(np.exp(median_of(rest[-quarter:]) - median_of(before))), scale_of(before)
 
 
 def off_plan(log: Log) -> Finding | None:

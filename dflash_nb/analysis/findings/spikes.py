@@ -11,6 +11,7 @@ import numpy as np
 from scipy import stats
 
 from dflash_nb.analysis.findings.finding import Finding, Log, Severity, listed, plural
+from dflash_nb.analysis.running import median_of
 
 LEAST_Z = 6.0
 TAIL = (0.80, 0.92)  # quantiles of the ordinary batches from which their tail is continued as an exponential
@@ -212,15 +213,14 @@ def is_short(log: Log) -> np.ndarray:
     tokens, short = np.asarray(log.run.batches["tokens"], float), np.zeros(len(log.parts.group_M), bool)
     for g in range(len(log.parts.groups)):
         mine = log.parts.group_M == g
-        if np.isfinite(tokens[mine]).any():
-            short[mine] = tokens[mine] < 0.5 * np.nanmedian(tokens[mine])
+        short[mine] = tokens[mine] < 0.5 * median_of(tokens[mine])
     return short
 
 
 def _recovers(log: Log, found: Spikes) -> bool:
     """Whether ten batches after its last spike the loss is back at its baseline."""
     after = log.parts.z_M[found.batch_S[-1] + 1 :][:10]
-    return len(after) == 0 or float(np.nanmedian(after)) < 2
+    return len(after) == 0 or not median_of(after) > 2
 
 
 def _at(steps: np.ndarray) -> Finding:

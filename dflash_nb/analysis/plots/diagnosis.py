@@ -11,6 +11,7 @@ from dflash_nb.analysis.compare import Comparison
 from dflash_nb.analysis.diagnose import Diagnosis
 from dflash_nb.analysis.findings.learning import falls_by_group, slot_profile
 from dflash_nb.analysis.findings.spikes import Spikes, find_spikes, spike_rates
+from dflash_nb.analysis.running import median_of
 
 from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, bucket_marker, finish, new_figure, percent
 
@@ -195,9 +196,7 @@ def residuals(diagnosis: Diagnosis) -> Plot:
         axes[0, 1].set_xscale("log")
     elif not np.isfinite(norm).any():
         axes[0, 1].text(0.5, 0.5, "no gradient norm in this log", ha="center", transform=axes[0, 1].transAxes, fontsize=8)
-    spread = np.array(
-        [np.nanmedian(np.abs(parts.residual_M[parts.group_M == g])) if (parts.group_M == g).any() else np.nan for g in range(count)]
-    )
+    spread = np.array([median_of(np.abs(parts.residual_M[parts.group_M == g])) for g in range(count)])
     widest = int(np.nanargmax(spread)) if np.isfinite(spread).any() else 0
     finding = f"Lengths {parts.groups[widest]} scatter most: half of their batches lie within ± {spread[widest]:.3f} nats of the baseline"
     return finish(figure, finding, f"boxes: quartiles, whiskers 5 to 95 %. {_note(diagnosis)}")
