@@ -567,7 +567,7 @@ def fault_cases(half: int = 0) -> list[Case]:
         add("always clipped", f"limit {limit}", Planted(recipe))
     for seed, prefetch in enumerate((8, 0)):
         add("starved", "the target" if prefetch else "reading", Planted(made_of(seed=112 + seed), waits(0.9, prefetch)))
-    add("slower", "after a third", Planted(made_of(seed=114, steps=450), waits(0.1, after=200, slower=3.5)))
+    add("slower", "after a third", Planted(made_of(seed=114, steps=450), waits(0.8, after=200)))
     add("not finished", "killed", Planted(made_of(seed=116, steps=250, total_steps=2000, warmup=50), after=killed))
     add(
         "not finished",
