@@ -2,7 +2,8 @@
 
 A sample's prompt is the signature and docstring (for a method, the ``class`` line stands above it); its supervised part is
 the body and an end token. Whole modules are held out by a hash of their name, so that a function is never judged by its
-neighbours and the split stays the same from one Python version to the next.
+neighbours and the split stays the same from one Python version to the next. Python 3.11 to 3.13 give 12,892 to 15,189 samples, 2.5
+million tokens with the largest; reading takes 2 s of one core and tokenising as long again.
 """
 
 import ast

