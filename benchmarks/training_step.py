@@ -4,7 +4,8 @@
 
 Each variant runs each case in a process of its own, float32, block 16, 5 captured layers, one warm-up step. `wall` and `cpu` are
 seconds of the fastest step; `memory` is how far the process grew at its peak above its size with model, head and features
-in place, so it holds activations, gradients, optimiser state and logits. Set OMP_NUM_THREADS to choose the cores.
+in place, so it holds activations, gradients, optimiser state and logits. Set OMP_NUM_THREADS to choose the cores. Waiting threads
+sleep (OMP_WAIT_POLICY=passive): where anything else runs on the machine, spinning ones multiply the time of either version.
 """
 
 import argparse
@@ -172,7 +173,7 @@ def measure(case: Case, variant: str, steps: int) -> dict:
 def run(key: str, variant: str, steps: int) -> dict | None:
     """The measurements of a process of its own; None if the system killed it for its memory."""
     command = [sys.executable, __file__, "--one", key, variant, "--steps", str(steps)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={"OMP_WAIT_POLICY": "passive"} | os.environ)
     if done.returncode == -signal.SIGKILL:
         return None
     done.check_returncode()
