@@ -85,7 +85,7 @@ class TrainConfig(NotebookConfig):
     anchors: int = option(32, "most blocks drawn from a sample in an epoch", at_least=1)
 
     epochs: int = option(1, "passes over the data", at_least=1)
-    max_steps: int = option(480, "stop after this many optimiser steps, 0 for all epochs", at_least=0)
+    max_steps: int = option(0, "stop after this many optimiser steps, 0 for all epochs", at_least=0)
     accumulation: int = option(1, "batches of one optimiser step", at_least=1)
     learning_rate: float = option(4e-3, "peak learning rate", above=0)
     warmup: float = option(0.04, "linear warm-up, below 1 a share of all steps, else a number of steps", at_least=0)
