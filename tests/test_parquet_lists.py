@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_nb.data import parquet_lists
 from dflash_nb.data.lengths import read_lengths
 from dflash_nb.data.parquet_lists import parquet_list_lengths
 
@@ -38,9 +39,10 @@ def lists(lengths, value_type=INT32, vocabulary=500, seed=0, make=pa.list_):
     list_nullable=st.booleans(),
     value_type=st.sampled_from([pa.int32(), pa.int64(), pa.uint16()]),
     seed=st.integers(0, 5),
+    front=st.sampled_from([9, 200, 1 << 13]),
 )
 def test_equals_decoding_for_every_layout(
-    folder, lengths, rows_a_group, page, page_bytes, compression, dictionary, element_nullable, list_nullable, value_type, seed
+    folder, lengths, rows_a_group, page, page_bytes, compression, dictionary, element_nullable, list_nullable, value_type, seed, front
 ):
     element = pa.field("element", value_type, nullable=element_nullable)
     column = lists(lengths, value_type, seed=seed).cast(pa.list_(element))
@@ -57,13 +59,28 @@ def test_equals_decoding_for_every_layout(
         compression=compression,
         use_dictionary=dictionary,
     )
-    counted = parquet_list_lengths(path, "input_ids")
+    usual, parquet_lists.FRONT_BYTES = parquet_lists.FRONT_BYTES, front
+    try:
+        counted = parquet_list_lengths(path, "input_ids")
+    finally:
+        parquet_lists.FRONT_BYTES = usual
     if compression == "lz4":
         assert counted is None
     else:
         assert counted.dtype == np.int64
         assert counted.tolist() == lengths
     assert read_lengths(path).tolist() == lengths
+
+
+@pytest.mark.parametrize(("repeats", "wanted", "least"), [(0, 70, 0), (1, 3000, 0), (40, 5, 0), (40, 3000, 3000), (1000, 3000, 3000)])
+def test_the_front_of_a_snappy_stream_is_what_the_whole_begins_with(repeats, wanted, least):
+    rng = np.random.default_rng(repeats)
+    parts = [rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in (30, 61, 300, 70_000)]
+    whole = b"".join(parts[:3] + [part * repeats for part in (parts[0], parts[2], b"ab")] + parts[3:])
+    stream = np.frombuffer(pa.Codec("snappy").compress(whole), np.uint8)
+    front = parquet_lists._snappy_front(stream[:wanted]).to_pybytes()
+    assert whole.startswith(front) and len(front) >= least
+    assert parquet_lists._snappy_front(stream).to_pybytes() == whole
 
 
 def test_rows_that_span_pages_are_counted_once(tmp_path):
