@@ -1,5 +1,7 @@
 """pytest tests/test_buckets.py"""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +9,18 @@ from hypothesis import strategies as st
 
 from dflash_nb.data.lengths import LengthHistogram, read_histogram
 from dflash_nb.planner.batches import plan_epoch
-from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES, BucketError, bucket_of, evaluate_buckets, optimize_buckets, resolve_buckets
+from dflash_nb.planner.buckets import (
+    REFERENCE_BOUNDARIES,
+    BucketError,
+    bucket_of,
+    evaluate_buckets,
+    expected_seconds,
+    optimize_buckets,
+    resolve_buckets,
+)
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import repeated_mates
+from dflash_nb.planner.limits import Limits
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +79,27 @@ def test_time_is_an_objective_of_its_own(reference):
     assert by_time.objective == "time" and by_time.boundaries != by_padding.boundaries
     lengths = reference.expand(0)
     plans = [plan_epoch(lengths, boundaries=cuts.boundaries) for cuts in (by_time, by_padding)]
-    seconds = [cost.plan_batch_seconds(plan, lengths).sum() for plan in plans]
-    assert seconds[0] < seconds[1] and plans[0].efficiency < plans[1].efficiency
+    seconds = [cost.plan_seconds(plan, lengths) for plan in plans]
+    assert seconds[0]["pipeline"] < seconds[1]["pipeline"] and plans[0].efficiency < plans[1].efficiency
+    for stage, expected in by_time.why["seconds"].items():
+        assert seconds[0][stage] == pytest.approx(expected, rel=1e-3)
+
+
+def test_no_split_has_a_faster_slowest_stage():
+    """Brute force over every split into three buckets; both the target and the drafter are the slowest stage in some of the cases."""
+    rng = np.random.default_rng(5)
+    slowest = []
+    for _ in range(60):
+        lengths = np.sort(rng.choice(np.arange(1, 301), rng.integers(3, 10), replace=False))
+        histogram = LengthHistogram.from_counts(lengths, rng.integers(1, 400, len(lengths)))
+        cost = CostModel(target=(0.01, 1e-4, 1e-6), drafter=(rng.uniform(0.01, 0.06), 0, 1e-5, 1e-7), slots_per_row=64, target_workers=2)
+        limits = Limits(1000, 20)
+        plan = optimize_buckets(histogram, 3, 1000, 20, objective="time", cost=cost, grid=1)
+        splits = [(0, *(lengths[list(inner)] + 1), lengths[-1] + 1) for inner in combinations(range(len(lengths) - 1), 2)]
+        fastest = min(max(expected_seconds(histogram, split, limits, cost).values()) for split in splits)
+        assert max(plan.why["seconds"].values()) == pytest.approx(fastest, rel=1e-9)
+        slowest.append(max(plan.why["seconds"], key=plan.why["seconds"].get))
+    assert {"target", "drafter"} == set(slowest)
 
 
 def test_ties_give_fewer_buckets():

@@ -8,7 +8,8 @@ reference lengths six buckets keep 85.9 % of the computed tokens real (the refer
 import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.home import user_path
 from dflash_nb.planner.bucket_plan import BucketPlan, BucketRow
-from dflash_nb.planner.cuts import RULE, best_cuts, choose, mixing_cuts
+from dflash_nb.planner.cuts import RULE, Cuts, best_cuts, choose, mixing_cuts
 from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, full_boundaries
 from dflash_nb.planner.epoch_cost import epoch_costs
 from dflash_nb.planner.limits import BatchCost, BucketError, Limits, padded_tokens, whole
@@ -28,6 +29,7 @@ __all__ = [
     "BucketRow",
     "bucket_of",
     "evaluate_buckets",
+    "expected_seconds",
     "optimize_buckets",
     "resolve_buckets",
 ]
@@ -73,7 +75,7 @@ def optimize_buckets(
     """The cuts with the lowest expected cost of all splits on the grid.
 
     count: how many buckets, or ``auto``: the rule is ``cuts.RULE``. There are fewer where the grid or the lengths allow no more.
-    objective: ``padding``, the padded tokens; or ``time``, the seconds by ``cost.batch_seconds(rows, padded_lengths)``.
+    objective: ``padding``, the padded tokens; or ``time``, the seconds of the slowest stage of ``cost``, a ``CostModel``.
     grid: a cut lies one above a multiple of this many tokens, 1 being every length. None: 32 tokens, less for lengths up to 1,024 and
         more above 16,384, so that short and very long data are cut as finely as their lengths ask for.
 
@@ -83,14 +85,50 @@ def optimize_buckets(
     limits = Limits(token_budget, max_batch, pad_multiple)
     limits.check_fit(histogram.lengths, histogram.counts)
     _one_of("model", model, MODELS)
-    batch_cost = _batch_cost(objective, cost)
+    _one_of("objective", objective, OBJECTIVES)
+    if objective == "time" and not hasattr(cost, "batch_seconds"):
+        raise BucketError("objective 'time' needs cost: a model of seconds by stage, for example CostModel()")
     grid = None if grid is None else whole("grid", grid)
-    if count == "auto":
+    most = None if count == "auto" else whole("count, unless it is auto,", count)
+
+    def cheapest(batch_cost: BatchCost) -> tuple[Cuts, dict[str, Any]]:
+        if most is not None:
+            return best_cuts(histogram, most, limits, batch_cost, grid, model)[-1], {}
         chosen, weighed = choose(mixing_cuts(histogram, limits, batch_cost, grid, model), histogram, limits, batch_cost)
-        why = {"rule": RULE, "weighed": weighed}
-    else:
-        chosen, why = best_cuts(histogram, whole("count, unless it is auto,", count), limits, batch_cost, grid, model)[-1], {}
+        return chosen, {"rule": RULE, "weighed": weighed}
+
+    chosen, why = cheapest(padded_tokens) if objective == "padding" else _fastest(cheapest, histogram, limits, cost, model)
     return _describe(histogram, chosen.boundaries, limits, model, objective, why)
+
+
+def expected_seconds(
+    histogram: LengthHistogram, boundaries: Sequence[int], limits: Limits, cost: Any, model: str = "packing"
+) -> dict[str, float]:
+    """Seconds that an epoch in these buckets is expected to keep each stage of ``cost`` busy; the largest is the epoch's time."""
+    splits = np.searchsorted(histogram.lengths, boundaries)
+    seconds = {}
+    for stage in cost.stages:
+        batch_cost = partial(cost.batch_seconds, stage=stage)
+        costs = epoch_costs(histogram.lengths, histogram.counts, splits, limits, batch_cost, model)
+        seconds[stage] = sum(float(cost_L[-1]) for cost_L, _ in costs)
+    return seconds
+
+
+def _fastest(
+    cheapest: Callable[[BatchCost], tuple[Cuts, dict[str, Any]]], histogram: LengthHistogram, limits: Limits, cost: Any, model: str
+) -> tuple[Cuts, dict[str, Any]]:
+    """The cuts whose slowest stage takes least.
+
+    Cuts that are the cheapest for a stage and have it as their slowest are the optimum, since no others take less of that stage. Where
+    there are none, two stages take turns to be the slowest, and the better of the cuts for either is taken.
+    """
+    found, stage = {}, cost.stages[0]
+    while stage not in found:
+        chosen, why = cheapest(partial(cost.batch_seconds, stage=stage))
+        seconds = expected_seconds(histogram, chosen.boundaries, limits, cost, model)
+        found[stage] = max(seconds.values()), chosen, why | {"seconds": seconds}
+        stage = max(seconds, key=seconds.get)
+    return min(found.values(), key=lambda entry: entry[0])[1:]
 
 
 def resolve_buckets(spec: Any, histogram: LengthHistogram, **limits: int) -> BucketPlan:
@@ -155,15 +193,6 @@ def _describe(
             BucketRow(lo, hi, samples, tokens, tokens / samples, batch_size, padded / samples, tokens / padded, samples / batch_size)
         )
     return BucketPlan(boundaries, tuple(rows), limits.token_budget, limits.max_batch, limits.pad_multiple, objective, model, why or {})
-
-
-def _batch_cost(objective: str, cost: Any) -> BatchCost:
-    _one_of("objective", objective, OBJECTIVES)
-    if objective == "padding":
-        return padded_tokens
-    if not hasattr(cost, "batch_seconds"):
-        raise BucketError("objective 'time' needs cost: a model with batch_seconds(rows, padded_lengths), for example CostModel()")
-    return cost.batch_seconds
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
