@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from dflash_nb.pipeline.run import Run
-from dflash_nb.planner.diversity import AchievedBatches, lag1, longest_run
+from dflash_nb.planner.diversity import AchievedBatches, lag1, longest_run, repeated_mates
 
 MOST_RANGES = 8
 STAGES = ("wait", "transfer", "drafter", "optimizer")
 
 
 def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
-    """What the plan promised beside what ran, as rows for a table: steps, padding, order, speed. A value is None where unknown."""
+    """What the plan promised beside what ran, as rows for a table: steps, padding, order, mates, speed.
+
+    Speed is promised by the run's first steps, so a run has no planned one before step 25.
+    """
     epochs = (run.plan or {}).get("epochs", [])
     planned = _sums(epochs)
     steps, batches = run.steps, run.batches
@@ -35,6 +38,8 @@ def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
         ("real tokens/s", (run.plan or {}).get("tokens_per_second"), rate),
         ("minutes an epoch", _minutes(planned, epochs, (run.plan or {}).get("tokens_per_second")), _minutes(planned, epochs, rate)),
     ]
+    if len(epochs) > 1:
+        rows.insert(6, ("mates met again in the next epoch, %", _percent(_mixing(epochs, "repeated_mates")), _percent(_mates(run, ran))))
     return [{"measure": name, "planned": _rounded(plan), "achieved": _rounded(got)} for name, plan, got in rows]
 
 
@@ -124,6 +129,27 @@ def _mixing(epochs: list[dict[str, Any]], name: str) -> float | None:
 
 def _measured(measure: Callable[[AchievedBatches], float], ran: AchievedBatches | None) -> float | None:
     return float(measure(ran)) if ran is not None and len(ran.real_tokens) > 2 else None
+
+
+def _mates(run: Run, ran: AchievedBatches | None) -> float | None:
+    """Share of the second epoch's pairs that were mates in the first."""
+    epoch = run.steps["epoch"][run.batches["at"]] if ran is not None else np.zeros(0)
+    first, second = ((epoch == number).nonzero()[0] for number in (0, 1))
+    if not len(second) or not len(first):
+        return None
+    return float(repeated_mates(_part(ran, second), _part(ran, first)))
+
+
+def _part(ran: AchievedBatches, batches: np.ndarray) -> AchievedBatches:
+    """Consecutive batches of those that ran."""
+    low, high = batches[0], batches[-1] + 1
+    offsets = ran.offsets[low : high + 1]
+    ids = ran.sample_ids[offsets[0] : offsets[-1]]
+    return AchievedBatches(ids, offsets - offsets[0], ran.real_tokens[low:high], ran.bucket_ids[low:high])
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _minutes(planned: dict[str, int | None], epochs: list[dict[str, Any]], rate: float | None) -> float | None:

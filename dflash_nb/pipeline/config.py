@@ -21,7 +21,7 @@ STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
 HARMLESS = frozenset(
     (
-        "resume", "watch", "device", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "time_limit", "tracker",
+        "resume", "watch", "device", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "time_limit", "tracker", "watts",
         "checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "log_every", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
@@ -104,6 +104,7 @@ class TrainConfig(NotebookConfig):
     prefetch: int = option(8, "collated batches that may wait for the target", at_least=1)
     q_hs_mb: int = option(256, "MiB of hidden states that may wait for the drafter", at_least=1)
     retries: int = option(2, "times that a failed batch is run again on another worker", at_least=0)
+    watts: float = option(0.0, "watts of one device at work, 0 leaves energy out of the advice", at_least=0)
     probe: bool = option(False, "run the largest batch of each bucket first to see whether it fits")
 
     eval_every: int = option(0, "optimiser steps between evaluations, 0 for the start and the end only", at_least=0)

@@ -21,7 +21,7 @@ from dflash_nb.pipeline.local import Placement, place
 from dflash_nb.pipeline.schedule import learning_rate, optimizer_steps, warmup_length
 from dflash_nb.planner.batches import BatchPlan, PlannedBatch, plan_epoch
 from dflash_nb.planner.buckets import BucketPlan, resolve_buckets
-from dflash_nb.planner.diversity import lag1, longest_run
+from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.options import PlanOptions
 from dflash_nb.planner.samples import select_samples
 from dflash_nb.planner.state import plan_fingerprint
@@ -179,7 +179,7 @@ def prepare_job(config: TrainConfig) -> Job:
         buckets=buckets,
         options=options,
         longest=plans[0].options.longest,
-        plans=tuple(_describe(plan, count) for plan, count in zip(plans, steps, strict=True)),
+        plans=tuple(_describe(*each, dataset.lengths) for each in zip(plans, [*plans[1:], None], steps, strict=True)),
         steps=tuple(steps),
         tokens_by_step=np.concatenate(tokens),
     )
@@ -195,7 +195,8 @@ def _check_tokens(dataset: TokenDataset, info: TargetInfo, mask_token_id: int) -
     dataset.check_vocabulary(info.vocab_size, mask_token_id)
 
 
-def _describe(plan: BatchPlan, steps: int) -> dict[str, Any]:
+def _describe(plan: BatchPlan, next_plan: BatchPlan | None, steps: int, lengths: np.ndarray) -> dict[str, Any]:
+    mixing = mixing_report(plan, lengths, next_plan, plan.options.window)
     return {
         "epoch": plan.epoch,
         "batches": len(plan),
@@ -206,8 +207,7 @@ def _describe(plan: BatchPlan, steps: int) -> dict[str, Any]:
         "most_tokens": int(plan.real_tokens.max()),
         "efficiency": plan.efficiency,
         "fill": plan.fill,
-        "lag1": float(lag1(plan)),
-        "longest_run": float(longest_run(plan)),
+        "mixing": {name: float(value) for name, value in mixing.items()},
         "excluded": {reason: len(ids) for reason, ids in plan.excluded.items()},
         "truncated": len(plan.truncated),
         "sha256": plan.sha256(),

@@ -20,6 +20,7 @@ from dflash_nb.model.attention import GROUP
 from dflash_nb.model.drafter import DrafterConfig
 from dflash_nb.model.target_info import TargetInfo
 from dflash_nb.pipeline.job import Job
+from dflash_nb.pipeline.window import WAITING_BATCHES
 
 LOSS_TILES = {"cpu": 2 * 16 * 2**20, "cuda": 2 * 256 * 2**20}  # logits of one tile of the vocabulary, and their softmax
 LIBRARIES = {"cpu": 120e6, "cuda": 0.8e9}  # code loaded late, thread pools and workspaces; the CUDA context
@@ -246,8 +247,6 @@ def too_large(capacity: dict[str, float], shapes: Shape, *what: Any, **launch: A
 
 def predict_job(job: Job, size: TargetSize | None = None) -> MemoryPlan:
     """The memory of a checked run at its largest batch of the first epoch, with what the process holds now on the CPU."""
-    from dflash_nb.pipeline.train import WAITING_BATCHES
-
     what = (job.info, size or target_size(job.info), job.drafter)
     config, plan = job.config, job.plan(0)
     targets, drafter_device = [str(device) for device in job.placement.targets], str(job.placement.drafter)

@@ -4,13 +4,17 @@ First and last loss are medians over 5 % of the steps at each end, between 1 and
 tokens/s and padding efficiency are sums over all steps, evaluation and checkpoints not counted.
 """
 
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_nb.pipeline.advice import advise
 from dflash_nb.pipeline.run import Run
+
+WRAP = {"break_long_words": False, "break_on_hyphens": False}
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class RunSummary:
     tau_trained: float | None
     efficiency: float | None
     tokens_per_second: float | None
+    advice: str | None
     checkpoint: Path | None
     export: Path | None
 
@@ -50,10 +55,11 @@ class RunSummary:
                 "tau",
                 f"{_number(self.tau_untrained, '{:.2f}')} untrained -> {_number(self.tau_trained, '{:.2f}')} trained, held-out prompts",
             ),
+            ("speed", self.advice or "too few steps to say what limits it"),
             ("checkpoint", str(self.checkpoint or "none")),
             ("export", str(self.export or "none")),
         ]
-        return "\n".join(f"{name:<19} {value}" for name, value in rows)
+        return "\n".join(textwrap.fill(f"{name:<19} {value}", 140, subsequent_indent=20 * " ", **WRAP) for name, value in rows)
 
 
 def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | None, export: Path | None) -> RunSummary:
@@ -62,6 +68,7 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
     count = max(1, min(20, round(len(losses) * 0.05)))
     taus = [(event["step"], event["tau"]) for event in run.events_of("eval")]
     seconds = float(steps["seconds_step"].sum())
+    advice = advise(run, run.config.get("watts", 0.0))
     return RunSummary(
         run_dir=run.folder,
         finished=finished,
@@ -74,6 +81,7 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
         tau_trained=next((tau for step, tau in reversed(taus) if step == len(run) > 0), None),
         efficiency=float(steps["tokens"].sum() / steps["padded_tokens"].sum()) if len(run) else None,
         tokens_per_second=float(steps["tokens"].sum()) / seconds if seconds else None,
+        advice=advice.text() if advice else None,
         checkpoint=checkpoint,
         export=export,
     )

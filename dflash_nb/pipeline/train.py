@@ -33,10 +33,10 @@ from dflash_nb.pipeline.runlog import RunLog, new_run_folder, read_run
 from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize
 from dflash_nb.pipeline.trackers import Tracker
-from dflash_nb.pipeline.window import Window
+from dflash_nb.pipeline.window import WAITING_BATCHES, Window
 from dflash_nb.planner.state import PlanChangedError, PlanState
 
-WAITING_BATCHES = 16
+SPEED_STEPS = (6, 25)  # after start-up; 20 steps give the mean of a step to a few per cent
 
 
 def train(config: TrainConfig) -> RunSummary:
@@ -94,12 +94,17 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
         folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
         log = RunLog.create(folder, config, environment)
         log.write("buckets", job.buckets.to_json())
-        log.write("plan", {"epochs": job.plans, "total_steps": job.total_steps, "warmup_steps": job.warmup_steps})
+        log.write("plan", _planned(job))
     with log:
         print(f"run folder: {folder}", flush=True)
         for error in broken:
             _warn(log, f"passed over a broken checkpoint: {error}")
         yield log, start
+
+
+def _planned(job: Job, **speed: Any) -> dict[str, Any]:
+    """The content of ``plan.json``: what the run will do, and at what speed once that is known."""
+    return {"epochs": job.plans, "total_steps": job.total_steps, "warmup_steps": job.warmup_steps, **speed}
 
 
 def _warn(log: RunLog, text: str) -> None:
@@ -172,6 +177,8 @@ class _Run:
                 self.step += 1
             console.step(record)
             self.tracker.step(record)
+            if self.step == SPEED_STEPS[1]:
+                self._foretell_speed()
             if job.position(self.step)[0] != epoch or self.step == job.total_steps:
                 self.log.event("epoch", epoch=epoch)
             if self.step < job.total_steps:
@@ -257,6 +264,13 @@ class _Run:
             "q_hs_bytes": self.window.nbytes,
             "memory_bytes": memory_bytes(self.settings.device),
         }
+
+    def _foretell_speed(self) -> None:
+        """Write the speed to be expected into the plan: that of the first steps, whose batches are a random part of the plan."""
+        first, last = SPEED_STEPS
+        steps = read_run(self.log.folder).steps
+        tokens, seconds = (float(steps[name][first - 1 : last].sum()) for name in ("tokens", "seconds_step"))
+        self.log.write("plan", _planned(self.job, tokens_per_second=tokens / seconds, speed_source=f"measured on steps {first} to {last}"))
 
     def _evaluate(self) -> None:
         config, job = self.config, self.job

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from dflash_nb.pipeline.prefetch import Prefetcher
 
 POLL_SECONDS = 0.02
+WAITING_BATCHES = 16  # places for finished batches, beside one for each worker
 
 
 class WorkerFailure(Exception):

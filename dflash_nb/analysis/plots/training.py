@@ -197,11 +197,11 @@ def queues(run: Run) -> Plot:
     axes[1, 0].set_xlabel("training time (min)")
     waiting = float(run.steps["seconds_wait"].sum() / seconds.sum())
     if waiting > 0.1 and empty_share[0] > 0.5:
-        finding = f"Reading data limits: the drafter waited {percent(waiting)} of the time and no batch stood ready for the target"
+        finding = f"Reading data limits: the drafter waited {percent(waiting)} of the time, and no batch stood ready for the target"
     elif waiting > 0.1:
-        finding = f"The target limits: the drafter waited {percent(waiting)} of the time; another target worker would help"
+        finding = f"The target limits: the drafter waited {percent(waiting)} of the time"
     else:
-        finding = f"The drafter limits: it waited only {percent(waiting)} of the time; more target workers would not help"
+        finding = f"The drafter limits: it waited only {percent(waiting)} of the time"
     return finish(figure, finding, f"orange: empty; grey: over 90 % full; dashed: capacity. {_note(run)}")
 
 

@@ -1,0 +1,240 @@
+"""Which stage limits a run, and what a change would bring: words and numbers from the seconds that the log holds for every batch.
+
+The batches of the log are replayed through the pipeline's own rules: one thread collates, N target workers take batches in plan order,
+what waits has a limited number of places, one drafter takes features in plan order. Only N changes, the seconds of each batch stay as they
+were measured. On simulated devices, eight runs with another number of workers came within 8 % of the prediction (median 2 %), on a
+machine that did other work. That holds where every worker has a device of its own; where target and drafter share one (a CPU, a single
+GPU), more workers share it too and nothing is promised.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dflash_nb.pipeline.run import Run
+from dflash_nb.pipeline.window import WAITING_BATCHES
+
+START_UP_STEPS = 5
+FEWEST_STEPS = 10
+MOST_BATCHES = 2000
+MOST_WORKERS = 12
+WORTH = 1.03  # a worker that brings less than 3 % does not pay
+WORDS = {
+    "fetch": "reading and collating",
+    "target": "the target",
+    "transfer": "moving hidden states",
+    "drafter": "the drafter",
+    "optimizer": "the optimiser",
+}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of m batches in each stage, in plan order, and their real tokens, float64[m]. ``drafter_M`` is forward, loss and backward,
+    ``optimizer_M`` the batch's share of everything else in a step that is not waiting."""
+
+    tokens_M: np.ndarray
+    fetch_M: np.ndarray
+    target_M: np.ndarray
+    transfer_M: np.ndarray
+    drafter_M: np.ndarray
+    optimizer_M: np.ndarray
+
+    def busy(self, workers: int) -> dict[str, float]:
+        """Seconds that each side needs for all batches if it never waits."""
+        return {
+            "fetch": float(self.fetch_M.sum()),
+            "target": float((self.target_M + self.transfer_M).sum()) / workers,
+            "drafter": float((self.drafter_M + self.optimizer_M).sum()),
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number of target workers: real tokens a second, and the shares of the time that targets and drafter are busy. Tokens a joule
+    count every device at full watts; None without watts."""
+
+    workers: int
+    tokens_per_second: float
+    target_busy: float
+    drafter_busy: float
+    tokens_per_joule: float | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """limits: the stage, a key of ``WORDS``. busy: share of the time by side. enough: the fewest workers after which one more brings under
+    3 %. shared: target and drafter work on one device. sentences: what to do, with the predicted effect.
+    """
+
+    limits: str
+    busy: dict[str, float]
+    workers: int
+    tokens_per_second: float
+    choices: tuple[Choice, ...]
+    enough: int
+    without_reading: float
+    shared: bool
+    sentences: tuple[str, ...]
+
+    def text(self) -> str:
+        """The sentences, one a line."""
+        return "\n".join(self.sentences)
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each number of workers."""
+        rows = []
+        for each in self.choices:
+            row = {
+                "topology": f"{each.workers}-1",
+                "real tokens/s": each.tokens_per_second,
+                "targets busy %": 100 * each.target_busy,
+                "drafter busy %": 100 * each.drafter_busy,
+            }
+            if each.tokens_per_joule is not None:
+                row["tokens/J"] = each.tokens_per_joule
+            row["note"] = ", ".join(
+                text
+                for said, text in ((each.workers == self.workers, "this run"), (each.workers == self.enough and not self.shared, "enough"))
+                if said
+            )
+            rows.append(row)
+        return rows
+
+
+def advise(run: Run, watts: float = 0.0) -> Advice | None:
+    """What the run's own log says about its speed; None before it has ten steps. ``watts``: of one device at work, 0 leaves energy out."""
+    if len(run) < FEWEST_STEPS:
+        return None
+    workers = int(str(run.config.get("topology", "1-1")).partition("-")[0])
+    devices = run.environment.get("devices", {})
+    targets, drafter = (devices.get("targets", []), devices.get("drafter")) if isinstance(devices, dict) else ([], None)
+    places = workers + WAITING_BATCHES
+    stages, seconds = stages_of(run)
+    waiting = run.steps["q_hs"] > 0
+    if waiting.any() and run.config.get("q_hs_mb"):
+        batch_bytes = float(np.median(run.steps["q_hs_bytes"][waiting] / run.steps["q_hs"][waiting]))
+        places = max(1, min(places, int((run.config["q_hs_mb"] << 20) / max(batch_bytes, 1.0))))
+    return advise_stages(
+        stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared=not targets or drafter in targets
+    )
+
+
+def stages_of(run: Run) -> tuple[Stages, float]:
+    """The stages of a run's latest batches, start-up left out, and the seconds that their steps really took."""
+    steps, batches = run.steps, run.batches
+    first = START_UP_STEPS if len(run) >= 2 * START_UP_STEPS else 0
+    rows = np.flatnonzero(batches["at"] >= first)[-MOST_BATCHES:]
+    at = batches["at"][rows]
+    used = np.arange(at[0], at[-1] + 1)
+    share_M = 1.0 / np.bincount(at - at[0])[at - at[0]]
+
+    def of(stage: str) -> np.ndarray:
+        own = batches[f"seconds_{stage}"][rows]
+        return np.nan_to_num(np.where(np.isfinite(own), own, steps[f"seconds_{stage}"][at] * share_M))
+
+    rest_N = np.maximum(steps["seconds_step"] - steps["seconds_wait"] - steps["seconds_drafter"], 0.0)
+    stages = Stages(
+        tokens_M=batches["tokens"][rows].astype(np.float64),
+        fetch_M=of("fetch"),
+        target_M=of("target"),
+        transfer_M=of("transfer"),
+        drafter_M=of("drafter"),
+        optimizer_M=np.nan_to_num(rest_N[at] * share_M),
+    )
+    return stages, float(np.nansum(steps["seconds_step"][used]))
+
+
+def advise_stages(
+    stages: Stages, seconds: float, workers: int, waiting: int, prefetch: int, watts: float = 0.0, shared: bool = False
+) -> Advice:
+    """The advice for batches that took ``seconds`` with ``workers``; ``waiting`` places for finished batches, ``prefetch`` for collated."""
+    tokens = float(stages.tokens_M.sum())
+    rate = tokens / seconds
+    scale = rate / replay(stages, workers, waiting, prefetch)
+    busy = {side: spent / seconds for side, spent in stages.busy(workers).items()}
+    limits = _limiting(stages, busy)
+    most = max(MOST_WORKERS, workers + 2)
+    rates = {n: scale * replay(stages, n, waiting, prefetch) for n in range(1, most + 1)}
+    rates[workers] = rate
+    enough = next((n for n in range(1, most) if rates[n + 1] < WORTH * rates[n]), most)
+    shown = [workers] if shared else range(1, min(most, max(enough, workers) + 1) + 1)
+    choices = tuple(
+        Choice(
+            n,
+            rates[n],
+            stages.busy(n)["target"] * rates[n] / tokens,
+            stages.busy(n)["drafter"] * rates[n] / tokens,
+            rates[n] / ((n + 1) * watts) if watts else None,
+        )
+        for n in shown
+    )
+    without_reading = scale * replay(replace(stages, fetch_M=np.zeros_like(stages.fetch_M)), workers, waiting, prefetch)
+    sentences = [_which(limits, busy, workers)]
+    sentences += _on_one_device(limits) if shared else _what_to_do(limits, workers, rates, enough, without_reading)
+    if watts and not shared:
+        best, now = max(choices, key=lambda each: each.tokens_per_joule), choices[workers - 1]
+        sentences.append(
+            f"At {watts:,.0f} W a device this run trains on {now.tokens_per_joule:.2f} real tokens a joule; "
+            + (f"{best.workers}-1 would on {best.tokens_per_joule:.2f}." if best is not now else "no other topology would on more.")
+        )
+    return Advice(limits, busy, workers, rate, choices, enough, without_reading, shared, tuple(sentences))
+
+
+def replay(stages: Stages, workers: int, waiting: int, prefetch: int) -> float:
+    """Real tokens a second of these batches with ``workers`` target workers, counted from where the pipeline has filled."""
+    m = len(stages.tokens_M)
+    fetch, drafter = stages.fetch_M.tolist(), (stages.drafter_M + stages.optimizer_M).tolist()
+    target = (stages.target_M + stages.transfer_M).tolist()
+    places = workers + waiting
+    free = [0.0] * workers
+    handed, taken, done = [0.0] * m, [0.0] * m, [0.0] * m
+    collated = 0.0
+    for i in range(m):
+        collated = max(collated, handed[i - prefetch] if i >= prefetch else 0.0) + fetch[i]
+        handed[i] = max(collated, handed[i - 1] if i else 0.0, taken[i - places] if i >= places else 0.0)
+        worker = free.index(min(free))
+        free[worker] = max(free[worker], handed[i]) + target[i]
+        taken[i] = max(done[i - 1] if i else 0.0, free[worker])
+        done[i] = taken[i] + drafter[i]
+    first = min(2 * workers, m // 3)
+    return float(stages.tokens_M[first:].sum()) / max(done[-1] - (done[first - 1] if first else 0.0), 1e-9)
+
+
+def _limiting(stages: Stages, busy: dict[str, float]) -> str:
+    side = max(busy, key=busy.get)
+    if side == "target" and stages.transfer_M.sum() > stages.target_M.sum():
+        return "transfer"
+    if side == "drafter" and stages.optimizer_M.sum() > stages.drafter_M.sum():
+        return "optimizer"
+    return side
+
+
+def _which(limits: str, busy: dict[str, float], workers: int) -> str:
+    who = {"fetch": "reading", "target": "the target worker" if workers == 1 else f"the {workers} target workers", "drafter": "the drafter"}
+    shares = ", ".join(f"{who[side]} {min(share, 1.0):.0%}" for side, share in sorted(busy.items(), key=lambda item: -item[1]))
+    return f"{WORDS[limits].capitalize()} limits the speed. Busy: {shares} of the time."
+
+
+def _on_one_device(limits: str) -> list[str]:
+    more = "the target" if limits in ("target", "transfer") else "the drafter"
+    cheaper = "fewer padded tokens (notebook 02)" if more == "the target" else "fewer anchors or draft layers"
+    return [
+        "Target and drafter share one device, so their times add up and another target worker brings nothing here; "
+        f"a device more would, or {cheaper} for {more}."
+    ]
+
+
+def _what_to_do(limits: str, workers: int, rates: dict[int, float], enough: int, without_reading: float) -> list[str]:
+    gain = rates[workers + 1] / rates[workers]
+    one_more = f"One more target worker ({workers + 1}-1) would bring {rates[workers + 1]:,.0f} real tokens/s, {gain:.2f} times this run's."
+    if limits in ("target", "transfer") and gain >= WORTH:
+        return [one_more, f"Target workers pay up to {enough}-1, {rates[enough]:,.0f} real tokens/s; after that another stage limits."]
+    if limits == "fetch":
+        return [f"{one_more} Faster storage would bring up to {without_reading:,.0f}, where the next stage limits."]
+    advice = [f"{one_more} Only a cheaper drafter helps: fewer anchors, fewer draft layers."]
+    if enough < workers:
+        same = rates[enough] / rates[workers]
+        advice.append(f"{enough}-1 would reach {same:.0%} of this rate with {workers - enough} target workers fewer.")
+    return advice
