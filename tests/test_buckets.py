@@ -20,7 +20,6 @@ from dflash_nb.planner.buckets import (
 )
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import repeated_mates
-from dflash_nb.planner.limits import Limits
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +92,10 @@ def test_no_split_has_a_faster_slowest_stage():
         lengths = np.sort(rng.choice(np.arange(1, 301), rng.integers(3, 10), replace=False))
         histogram = LengthHistogram.from_counts(lengths, rng.integers(1, 400, len(lengths)))
         cost = CostModel(target=(0.01, 1e-4, 1e-6), drafter=(rng.uniform(0.01, 0.06), 0, 1e-5, 1e-7), slots_per_row=64, target_workers=2)
-        limits = Limits(1000, 20)
         plan = optimize_buckets(histogram, 3, 1000, 20, objective="time", cost=cost, grid=1)
         splits = [(0, *(lengths[list(inner)] + 1), lengths[-1] + 1) for inner in combinations(range(len(lengths) - 1), 2)]
-        fastest = min(max(expected_seconds(histogram, split, limits, cost).values()) for split in splits)
+        plans = [evaluate_buckets(histogram, split, 1000, 20) for split in splits]
+        fastest = min(max(expected_seconds(histogram, other, cost).values()) for other in plans)
         assert max(plan.why["seconds"].values()) == pytest.approx(fastest, rel=1e-9)
         slowest.append(max(plan.why["seconds"], key=plan.why["seconds"].get))
     assert {"target", "drafter"} == set(slowest)

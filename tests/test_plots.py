@@ -1,5 +1,7 @@
 """Plots of notebooks 00-02: every finding is computed, short and odd data still draw, nothing is shown twice."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -10,7 +12,8 @@ from dflash_nb.analysis.plots import buckets, lengths, padding, style
 from dflash_nb.data.lengths import LengthHistogram, read_histogram
 from dflash_nb.data.supervision import Supervision
 from dflash_nb.planner.batches import plan_epoch
-from dflash_nb.planner.buckets import evaluate_buckets, optimize_buckets
+from dflash_nb.planner.buckets import evaluate_buckets, expected_seconds, optimize_buckets
+from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.simulate import random_batch_waste, simulate, worst_batches
 
 ODD = {
@@ -55,6 +58,12 @@ def test_buckets_draw(sample):
     plan = optimize_buckets(histogram, **LIMITS)
     check(buckets.bands(histogram, plan))
     check(buckets.price(plan))
+    cost = CostModel()
+    seconds = expected_seconds(histogram, plan, cost)
+    assert "assumed, not measured" in buckets.stage_times(cost, seconds, plan).finding
+    measured = replace(cost, source="measured on a test", target=(9.0, 0, 0))
+    said = buckets.stage_times(measured, expected_seconds(histogram, plan, measured), plan).finding
+    assert "(measured on a test)" in said and "assumed" not in said and "the target sets the pace" in said
 
 
 @odd

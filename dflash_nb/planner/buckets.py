@@ -101,10 +101,13 @@ def optimize_buckets(
     return _describe(histogram, chosen.boundaries, limits, model, objective, why)
 
 
-def expected_seconds(
-    histogram: LengthHistogram, boundaries: Sequence[int], limits: Limits, cost: Any, model: str = "packing"
-) -> dict[str, float]:
-    """Seconds that an epoch in these buckets is expected to keep each stage of ``cost`` busy; the largest is the epoch's time."""
+def expected_seconds(histogram: LengthHistogram, plan: BucketPlan, cost: Any) -> dict[str, float]:
+    """Seconds that an epoch in the plan's buckets is expected to keep each stage of ``cost`` busy; the largest is the epoch's time."""
+    limits = Limits(plan.token_budget, plan.max_batch, plan.pad_multiple)
+    return _stage_seconds(histogram, plan.boundaries, limits, cost, plan.model)
+
+
+def _stage_seconds(histogram: LengthHistogram, boundaries: tuple[int, ...], limits: Limits, cost: Any, model: str) -> dict[str, float]:
     splits = np.searchsorted(histogram.lengths, boundaries)
     seconds = {}
     for stage in cost.stages:
@@ -125,7 +128,7 @@ def _fastest(
     found, stage = {}, cost.stages[0]
     while stage not in found:
         chosen, why = cheapest(partial(cost.batch_seconds, stage=stage))
-        seconds = expected_seconds(histogram, chosen.boundaries, limits, cost, model)
+        seconds = _stage_seconds(histogram, chosen.boundaries, limits, cost, model)
         found[stage] = max(seconds.values()), chosen, why | {"seconds": seconds}
         stage = max(seconds, key=seconds.get)
     return min(found.values(), key=lambda entry: entry[0])[1:]

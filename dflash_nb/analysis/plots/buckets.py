@@ -4,16 +4,20 @@ Takes :class:`~dflash_nb.planner.buckets.BucketPlan` and the rows that the plann
 return. Padding is always a share of *padded* tokens, so efficiency and padding add to one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from dflash_nb.data.lengths import LengthHistogram
-from dflash_nb.planner.buckets import BucketPlan
+from dflash_nb.planner.bucket_plan import BucketPlan
+from dflash_nb.planner.cost import CostModel
 
 from .lengths import _octave_bins, _shares
+from .padding import duration
 from .style import ACCENT, FAINT, INK, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
+
+STAGE_STYLE = {"target": (ACCENT, "-"), "drafter": (WARN, "--"), "transfer": ("#7a7a7a", ":")}
 
 RULE_STYLE = {
     "best": (ACCENT, "-", "o"),
@@ -175,3 +179,42 @@ def reference_gap(plan: BucketPlan, published: float) -> Plot:
         "for a column with a lighter tail"
     )
     return finish(figure, finding, "line: all buckets here; dashed: published")
+
+
+def stage_times(cost: CostModel, seconds: Mapping[str, float], plan: BucketPlan, name: str = "") -> Plot:
+    """What the cost model says: how long a full batch keeps each stage busy, by padded length, and what each takes in an epoch.
+
+    ``seconds``: of an epoch by stage, from :func:`dflash_nb.planner.buckets.expected_seconds`. A full batch has as many rows as the
+    plan's limits allow. The title says whether the model was measured or assumed.
+    """
+    figure, axes = new_figure(1, 2, width=7.6, gridspec_kw={"width_ratios": [3, 2]})
+    left, right = axes[0]
+    lowest, highest = plan.rows[0].tokens // plan.rows[0].samples, plan.boundaries[-1] - 1
+    padded = np.unique(np.geomspace(max(1, lowest / 2), max(2, highest), 300).astype(int))
+    rows = np.minimum(plan.max_batch, plan.token_budget // padded)
+    for stage, (color, line) in STAGE_STYLE.items():
+        left.plot(padded, cost.batch_seconds(rows, padded, stage), color=color, linestyle=line, linewidth=1.6, label=stage)
+    left.set(xlabel="padded length (tokens)", ylabel="seconds a full batch")
+    left.set_ylim(0, None)
+    length_axis(left, padded[0], padded[-1])
+    left.tick_params(axis="x", rotation=35)
+    left.legend(frameon=False, fontsize=8)
+    right.grid(False)
+    for y, (stage, (color, _)) in enumerate(STAGE_STYLE.items()):
+        right.barh(y, seconds[stage], color=color, height=0.6)
+        right.text(seconds[stage], y, f" {duration(seconds[stage])}", va="center", fontsize=8)
+    right.set_yticks(range(len(STAGE_STYLE)), STAGE_STYLE)
+    right.invert_yaxis()
+    right.set(xlabel="seconds an epoch", xlim=(0, 1.35 * max(seconds.values())))
+    right.tick_params(axis="x", rotation=35)
+    slowest = max(seconds, key=seconds.get)
+    model = "assumed, not measured" if cost.source == "assumed" else cost.source
+    finding = (
+        f"Cost model ({model}): the {slowest} sets the pace with {duration(seconds[slowest])} an epoch in {len(plan.rows)} buckets, and "
+        + " and ".join(f"the {stage} is busy for {duration(other)}" for stage, other in seconds.items() if stage != slowest)
+    )
+    note = (
+        f"{name + ': ' if name else ''}full batch: budget {plan.token_budget:,}, at most {plan.max_batch} rows; "
+        f"{cost.target_workers} target workers, {cost.slots_per_row} slots a sample"
+    )
+    return finish(figure, finding, note)

@@ -47,7 +47,7 @@ def strategies(rows: Sequence[dict], name: str = "") -> Plot:
         axis.barh(y, real, color=ACCENT, height=0.62)
         axis.barh(y, 100 - real, left=real, color="white", edgecolor=WARN, hatch="////", height=0.62, linewidth=0.6)
         axis.errorbar(real, y, xerr=100 * line["efficiency_sd"], color=INK, capsize=3, linewidth=1)
-        text = f"{percent(1 - line['efficiency'])} padding, fill {percent(line['fill'])}\n{_duration(line['seconds'])} an epoch"
+        text = f"{percent(1 - line['efficiency'])} padding, fill {percent(line['fill'])}\n{duration(line['seconds'])} an epoch"
         speed = slowest["seconds"] / line["seconds"]
         text += "" if line is slowest else f", {speed:.2f} x {slowest['strategy']}"
         axis.text(102, y, text, va="center", fontsize=7.5)
@@ -182,7 +182,7 @@ def mates(rows: Sequence[dict], name: str = "") -> Plot:
     return finish(figure, finding, f"{name + ': ' if name else ''}{table[0]['n']} seeds; {count(table[0]['real_tokens'])} tokens an epoch")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as people read them: 45 s, 12.3 min, 19.8 h, 4.0 d."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
