@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, and exact for AdamW.
+"""Checkpoints: whole or absent, verified, and exact for either optimiser.
 
 Run alone: python -m pytest tests/test_checkpoint.py
 """
@@ -22,12 +22,13 @@ from dflash_nb.pipeline.checkpoint import (
     verify,
     write_checkpoint,
 )
+from dflash_nb.pipeline.optimizer import KINDS, make_optimizer
 
 
-def small(seed=0):
+def small(seed=0, kind="muon"):
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2))
-    return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return module, make_optimizer(module, kind, 1e-2, (0.9, 0.95), 0.0)
 
 
 def advance(module, optimizer, steps):
@@ -35,7 +36,7 @@ def advance(module, optimizer, steps):
     for _ in range(steps):
         x = torch.randn(3, 4)
         loss = module(x).square().sum()
-        optimizer.zero_grad()
+        module.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -46,21 +47,24 @@ def refuse(error):
     raise AssertionError(f"nothing should be broken: {error}")
 
 
-def test_a_restored_run_continues_exactly_with_moments_and_random_numbers(tmp_path):
-    module, optimizer = small()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_run_continues_exactly_with_moments_and_random_numbers(tmp_path, kind):
+    module, optimizer = small(kind=kind)
     advance(module, optimizer, 7)
     path = write_checkpoint(tmp_path, 7, module, optimizer, {"epoch": 1, "next_batch": 3})
     expected = advance(module, optimizer, 5)
 
-    other, other_optimizer = small(seed=99)
+    other, other_optimizer = small(99, kind)
     found, state = newest_checkpoint(tmp_path, refuse)
     assert found == path
     assert state == {"epoch": 1, "next_batch": 3, "step": 7}
     restore(found, other, other_optimizer)
     assert advance(other, other_optimizer, 5) == expected
-    ours, theirs = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
-    assert ours[0]["step"].item() == theirs[0]["step"].item() == 12
-    assert all(torch.equal(ours[i][key], theirs[i][key]) for i in ours for key in ours[i])
+    ours, theirs = (
+        [optimizer.state[p] for p in module.parameters()] for module, optimizer in ((module, optimizer), (other, other_optimizer))
+    )
+    assert ours[-1]["step"].item() == theirs[-1]["step"].item() == 12
+    assert all(torch.equal(mine[key], its[key]) for mine, its in zip(ours, theirs, strict=True) for key in mine)
 
 
 def test_moments_are_stored_by_sorted_names_without_code(tmp_path):
@@ -156,7 +160,7 @@ def test_another_drafter_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, 1, module, optimizer, {})
     other = nn.Sequential(nn.Linear(4, 9, bias=False), nn.Linear(9, 2))
     with pytest.raises(CheckpointError, match=r"differs from the checkpoint's in 0.weight, 1.weight"):
-        restore(path, other, torch.optim.AdamW(other.parameters()))
+        restore(path, other, make_optimizer(other, "muon", 1e-2, (0.9, 0.95), 0.0))
 
 
 def test_weights_are_plain_safetensors(tmp_path):

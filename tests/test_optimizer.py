@@ -6,6 +6,7 @@ Run alone: python -m pytest tests/test_optimizer.py
 import math
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from dflash_nb.pipeline.optimizer import make_optimizer, update
+from dflash_nb.pipeline.optimizer import KINDS, make_optimizer, update
 
 
-def small(seed=0, learning_rate=1e-2):
+def make_small(kind, seed=0, learning_rate=1e-2):
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    return module, make_optimizer(module, learning_rate, (0.9, 0.95), 0.0)
+    return module, make_optimizer(module, kind, learning_rate, (0.9, 0.95), 0.0)
+
+
+@pytest.fixture(params=KINDS)
+def small(request):
+    return partial(make_small, request.param)
 
 
 def gradients(module):
@@ -31,7 +37,7 @@ def weights(module):
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
 
 
-def test_batches_of_any_size_share_the_gradient_by_their_slots():
+def test_batches_of_any_size_share_the_gradient_by_their_slots(small):
     """64 short and 6 long samples, as one window or as their union: the same weights afterwards."""
     x = torch.randn(70, 4)
     module, optimizer = small()
@@ -45,7 +51,7 @@ def test_batches_of_any_size_share_the_gradient_by_their_slots():
     assert torch.allclose(weights(module), weights(whole), atol=1e-6)
 
 
-def test_clipping_is_by_the_norm_of_the_mean_gradient():
+def test_clipping_is_by_the_norm_of_the_mean_gradient(small):
     module, optimizer = small()
     (100 * module(torch.ones(2, 4)).sum()).backward()
     norm = gradients(module).norm().item() / 50
@@ -55,7 +61,6 @@ def test_clipping_is_by_the_norm_of_the_mean_gradient():
 
     torch.manual_seed(0)
     stepped = nn.Linear(3, 1, bias=False)
-    optimizer = make_optimizer(stepped, 1.0, (0.0, 0.0), 0.0)
     sgd = torch.optim.SGD(stepped.parameters(), lr=1.0)
     before = weights(stepped)
     (7 * stepped(torch.ones(1, 3)).sum()).backward()
@@ -63,17 +68,18 @@ def test_clipping_is_by_the_norm_of_the_mean_gradient():
     assert (weights(stepped) - before).norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_window_without_anchors_is_an_update_like_any_other():
+def test_a_window_without_anchors_is_an_update_like_any_other(small):
     module, optimizer = small()
     module(torch.ones(1, 4)).sum().backward()
     update(optimizer, 1.0, 1e-2)
     result = update(optimizer, 0.0, 1e-2, max_norm=1.0)
     assert result.grad_norm == 0.0
     assert torch.isfinite(weights(module)).all()
-    assert all(state["step"].item() == 2 for state in optimizer.state.values())
+    assert all(state["step"].item() == 2 for state in optimizer.state.values() if "step" in state)
+    assert len(optimizer.state) == 4
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+def test_a_gradient_that_is_not_finite_changes_nothing(small):
     module, optimizer = small()
     before = weights(module)
     (module(torch.ones(1, 4)).sum() * math.inf).backward()
@@ -82,7 +88,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert torch.equal(weights(module), before)
 
 
-def test_moments_are_float32_and_a_rate_of_a_millionth_still_moves_weights():
+def test_moments_are_float32_and_a_rate_of_a_millionth_still_moves_weights(small):
     module, optimizer = small(learning_rate=1e-6)
     before = weights(module)
     with torch.autocast("cpu", torch.bfloat16):
@@ -96,13 +102,34 @@ def test_moments_are_float32_and_a_rate_of_a_millionth_still_moves_weights():
 
 def test_weights_in_half_precision_are_refused():
     with pytest.raises(ValueError, match=r"weights are torch.bfloat16; they must be float32"):
-        make_optimizer(nn.Linear(2, 2).bfloat16(), 1e-3, (0.9, 0.95), 0.0)
+        make_optimizer(nn.Linear(2, 2).bfloat16(), "muon", 1e-3, (0.9, 0.95), 0.0)
 
 
-def test_only_matrices_decay():
-    module, _ = small()
-    optimizer = make_optimizer(module, 1e-2, (0.9, 0.95), 0.1)
-    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in optimizer.param_groups] == [(0.1, {2}), (0.0, {1})]
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_matrices_decay_and_every_parameter_is_held_once(kind):
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    groups = make_optimizer(module, kind, 1e-2, (0.9, 0.95), 0.1).param_groups
+    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
+    assert sorted(map(id, module.parameters())) == sorted(id(p) for group in groups for p in group["params"])
+
+
+def test_muon_moves_every_direction_of_a_matrix_alike_and_as_far_as_adamw():
+    """A gradient of one large and many small directions: the update's singular values stay within a factor of three of the middle one."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = make_optimizer(module, "muon", 1e-2, (0.9, 0.95), 0.0)
+    module.weight.grad.copy_(torch.randn(64, 64) + 100 * torch.randn(64, 1) @ torch.randn(1, 64))
+    update(optimizer, 1.0, 1e-2)
+    moved = module.weight.detach() - before
+    values = torch.linalg.svdvals(moved)
+    assert values[0] / values[values.numel() // 2] < 3  # the gradient: over 100
+    assert 0.1 < moved.square().mean().sqrt() / 1e-2 < 0.3
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ValueError, match="optimizer 'sgd' is not known; choose one of muon, adamw"):
+        make_optimizer(nn.Linear(2, 2), "sgd", 1e-3, (0.9, 0.95), 0.0)
 
 
 def _rank(rank, store, out):
@@ -113,14 +140,14 @@ def _rank(rank, store, out):
         for tensor in tensors:
             dist.all_reduce(tensor)
 
-    module, optimizer = small()
+    module, optimizer = make_small("muon")
     for step in range(6):
         weight = 0.0
         if rank == 0 or step % 2:  # rank 1 has no anchors in every other step
             module(torch.ones(3, 4) * (step + 1)).sum().backward()
             weight = 3.0
         update(optimizer, weight, 1e-2, max_norm=1.0, reduce=reduce)
-    torch.save({"weights": weights(module), "steps": optimizer.state_dict()["state"][0]["step"].item()}, f"{out}/{rank}.pt")
+    torch.save({"weights": weights(module), "steps": optimizer.state[module[0].bias]["step"].item()}, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 

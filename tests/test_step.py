@@ -30,7 +30,7 @@ def settings(**changes):
 def new_drafter(target):
     torch.manual_seed(0)
     drafter = DFlashDrafter(DrafterConfig.for_target(target.info, num_layers=1, block_size=4, target_layer_ids=(1, 5)))
-    return drafter, make_optimizer(drafter, 1e-3, (0.9, 0.95), 0.0)
+    return drafter, make_optimizer(drafter, "muon", 1e-3, (0.9, 0.95), 0.0)
 
 
 def ready(target, *batches):

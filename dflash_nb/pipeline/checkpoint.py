@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_nb.home import write_aside
+from dflash_nb.pipeline.optimizer import DrafterOptimizer
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
 
@@ -29,7 +30,7 @@ class CheckpointError(RuntimeError):
 
 
 def write_checkpoint(
-    folder: Path, step: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int = 2
+    folder: Path, step: int, module: torch.nn.Module, optimizer: DrafterOptimizer, state: dict[str, Any], keep: int = 2
 ) -> Path:
     """Write ``folder/step-N`` and remove all but the newest ``keep``. ``state`` is plain JSON. Returns the checkpoint's path."""
     path = folder / f"step-{step}"
@@ -87,7 +88,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name}: {type(error).__name__}: {error}") from error
 
 
-def restore(path: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore(path: Path, module: torch.nn.Module, optimizer: DrafterOptimizer) -> None:
     """Put a verified checkpoint's weights, moments and random states back, on the devices where the parameters are."""
     weights = load_file(path / WEIGHTS)
     ours = module.state_dict()
@@ -95,21 +96,17 @@ def restore(path: Path, module: torch.nn.Module, optimizer: torch.optim.Optimize
         raise CheckpointError(f"{path.name}: the drafter differs from the checkpoint's in {', '.join(problems[:5])}")
     module.load_state_dict(weights)
     saved = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-    states = [saved["moments"].get(name, {}) for name in _parameter_names(module, optimizer)]
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": {index: state for index, state in enumerate(states) if state}})
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for part in optimizer.parts:
+        states = [saved["moments"].get(names[parameter], {}) for group in part.param_groups for parameter in group["params"]]
+        part.load_state_dict({**part.state_dict(), "state": {index: state for index, state in enumerate(states) if state}})
     torch.set_rng_state(saved["random"]["cpu"])
     torch.cuda.set_rng_state_all(saved["random"]["cuda"][: torch.cuda.device_count()])
 
 
-def _moments(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    state = optimizer.state_dict()["state"]
-    by_name = {name: state[index] for index, name in enumerate(_parameter_names(module, optimizer)) if index in state}
-    return dict(sorted(by_name.items()))
-
-
-def _parameter_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+def _moments(module: torch.nn.Module, optimizer: DrafterOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    state = optimizer.state
+    return {name: state[parameter] for name, parameter in sorted(module.named_parameters()) if parameter in state}
 
 
 def _random_states() -> dict[str, Any]:

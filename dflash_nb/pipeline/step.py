@@ -17,7 +17,7 @@ from dflash_nb.model.anchors import draw_anchors
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.objective import BlockLoss, Objective, block_loss
 from dflash_nb.model.target import Features, TargetHead
-from dflash_nb.pipeline.optimizer import update
+from dflash_nb.pipeline.optimizer import DrafterOptimizer, update
 from dflash_nb.pipeline.window import Ready
 
 
@@ -71,7 +71,7 @@ def accumulate(window: Iterator[Ready], count: int, drafter: DFlashDrafter, head
     return total
 
 
-def finish_step(total: Accumulated, optimizer: torch.optim.Optimizer, learning_rate: float, grad_clip: float) -> dict[str, Any]:
+def finish_step(total: Accumulated, optimizer: DrafterOptimizer, learning_rate: float, grad_clip: float) -> dict[str, Any]:
     """Update the weights once. Returns the step's log record without its number and the queues.
 
     Raises FloatingPointError with sample ids when the gradient is not finite; no weight has changed then.

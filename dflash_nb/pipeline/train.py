@@ -151,7 +151,8 @@ class _Run:
         )
         self.drafter = DFlashDrafter(job.drafter).to(device).train()
         scale_to_head(self.drafter, self.head)
-        self.optimizer = make_optimizer(self.drafter, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
+        betas = (config.beta1, config.beta2)
+        self.optimizer = make_optimizer(self.drafter, config.optimizer, config.learning_rate, betas, config.weight_decay)
         if start is not None:
             self.checkpoint, state = start
             restore(self.checkpoint, self.drafter, self.optimizer)
