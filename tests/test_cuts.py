@@ -1,5 +1,6 @@
 """pytest tests/test_cuts.py"""
 
+from collections import Counter
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from dflash_nb.data.lengths import LengthHistogram, read_histogram
 from dflash_nb.planner.batches import plan_epoch
-from dflash_nb.planner.cuts import MIXING_PRICE, best_cuts, candidate_edges, choose, mixing_cuts, unavoidable_cost
+from dflash_nb.planner.cuts import MIXING_PRICE, auto_cuts, best_cuts, candidate_edges, choose, mixing_cuts, unavoidable_cost
 from dflash_nb.planner.epoch_cost import epoch_costs
 from dflash_nb.planner.limits import Limits, padded_tokens
 
@@ -115,6 +116,29 @@ def test_edges_that_split_alike_are_one():
     assert candidate_edges(histogram, Limits(), 10_000).tolist() == [0, 8001]
 
 
+def shapes_of_a_padded_length(plan):
+    """The most different row counts that one padded length has."""
+    shapes = set(zip(plan.rows.tolist(), plan.padded_lengths.tolist(), strict=True))
+    return max(Counter(padded for _, padded in shapes).values())
+
+
+@pytest.mark.parametrize("multiple", [64, 128, 256])
+def test_auto_gives_a_padded_length_two_shapes_at_most(multiple):
+    histogram = read_histogram("reference")
+    chosen, _ = auto_cuts(histogram, Limits(pad_multiple=multiple))
+    for epoch in range(3):
+        plan = plan_epoch(histogram.expand(0), boundaries=chosen.boundaries, pad_multiple=multiple, epoch=epoch)
+        assert shapes_of_a_padded_length(plan) <= 2
+    assert multiple > 64 or (plan.efficiency >= 0.9844 and plan.fill >= 0.945)
+
+
+def test_buckets_of_one_size_are_left_where_the_grid_has_none():
+    histogram = LengthHistogram.from_lengths(np.arange(65, 8192))
+    assert mixing_cuts(histogram, Limits(pad_multiple=8), grid=2000, one_size=True) == []
+    chosen, _ = auto_cuts(histogram, Limits(pad_multiple=8), grid=2000)
+    assert chosen.boundaries[-1] == 8192 and np.isfinite(chosen.cost)
+
+
 def test_a_multiple_of_64_leads_to_one_bucket_a_padded_length():
     """The rounding itself costs 1.5 points and no cut inside a padded length wins any back."""
     histogram = read_histogram("reference")
@@ -122,6 +146,4 @@ def test_a_multiple_of_64_leads_to_one_bucket_a_padded_length():
     assert (np.array(best.boundaries[1:-1]) % 64 == 1).all()
     packed = plan_epoch(histogram.expand(0), boundaries=best.boundaries, pad_multiple=64)
     assert packed.efficiency >= 0.9849 and packed.fill >= 0.944
-    shapes = set(zip(packed.rows.tolist(), packed.padded_lengths.tolist(), strict=True))
-    padded = [length for _, length in shapes]
-    assert max(padded.count(length) for length in set(padded)) <= 2
+    assert shapes_of_a_padded_length(packed) <= 2

@@ -17,7 +17,7 @@ import numpy as np
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.home import user_path
 from dflash_nb.planner.bucket_plan import BucketPlan, BucketRow
-from dflash_nb.planner.cuts import RULE, Cuts, best_cuts, choose, mixing_cuts
+from dflash_nb.planner.cuts import RULE, Cuts, auto_cuts, best_cuts
 from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, full_boundaries
 from dflash_nb.planner.epoch_cost import epoch_costs
 from dflash_nb.planner.limits import BatchCost, BucketError, Limits, padded_tokens, whole
@@ -94,7 +94,7 @@ def optimize_buckets(
     def cheapest(batch_cost: BatchCost) -> tuple[Cuts, dict[str, Any]]:
         if most is not None:
             return best_cuts(histogram, most, limits, batch_cost, grid, model)[-1], {}
-        chosen, weighed = choose(mixing_cuts(histogram, limits, batch_cost, grid, model), histogram, limits, batch_cost)
+        chosen, weighed = auto_cuts(histogram, limits, batch_cost, grid, model)
         return chosen, {"rule": RULE, "weighed": weighed}
 
     chosen, why = cheapest(padded_tokens) if objective == "padding" else _fastest(cheapest, histogram, limits, cost, model)

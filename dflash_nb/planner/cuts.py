@@ -21,9 +21,11 @@ from dflash_nb.planner.epoch_cost import epoch_costs
 from dflash_nb.planner.limits import BatchCost, Limits, padded_tokens
 
 MIXING_PRICE = 0.4
+SHAPES_PRICE = 0.005
 RULE = (
     f"of all cuts and counts those with the lowest avoidable cost + {MIXING_PRICE} / sqrt(batches per bucket): one more cut saves "
-    "padding, and leaves the samples of two buckets fewer batches to meet in"
+    "padding, and leaves the samples of two buckets fewer batches to meet in. With pad_multiple, cuts that give every bucket one batch "
+    f"size where they add at most {SHAPES_PRICE} to that: a padded length then has two shapes at most, that of full batches and of a tail"
 )
 
 
@@ -74,10 +76,31 @@ def best_cuts(
     return found
 
 
-def mixing_cuts(
+def auto_cuts(
     histogram: LengthHistogram, limits: Limits, batch_cost: BatchCost = padded_tokens, grid: int | None = None, model: str = "packing"
+) -> tuple[Cuts, list[dict[str, float]]]:
+    """The cuts that ``RULE`` picks, and what it weighed."""
+    chosen, weighed = choose(mixing_cuts(histogram, limits, batch_cost, grid, model), histogram, limits, batch_cost)
+    one_size = mixing_cuts(histogram, limits, batch_cost, grid, model, one_size=True) if limits.pad_multiple > 1 else []
+    if one_size:
+        few_shapes, weighed_few = choose(one_size, histogram, limits, batch_cost)
+        if min(entry["sum"] for entry in weighed_few) <= min(entry["sum"] for entry in weighed) + SHAPES_PRICE:
+            return few_shapes, weighed_few
+    return chosen, weighed
+
+
+def mixing_cuts(
+    histogram: LengthHistogram,
+    limits: Limits,
+    batch_cost: BatchCost = padded_tokens,
+    grid: int | None = None,
+    model: str = "packing",
+    one_size: bool = False,
 ) -> list[Cuts]:
     """The cuts that win at some price of mixing, fewest buckets first; of all others one is cheaper or mixes better.
+
+    one_size: only buckets whose shortest and longest samples allow as many rows; no cuts where the grid has none such.
+
 
     The prices are the marginal ones of ``RULE`` from 1 to 10^8 batches a bucket, in steps of 19 %. Its optimum is among them: where a
     concave charge is lowest, the straight charge with its slope there is lowest too.
@@ -87,14 +110,17 @@ def mixing_cuts(
     every_P = np.arange(len(price_P))
     cost_PE, repeat_PE = np.zeros((2, len(price_P), len(edges)))
     lower_PE = np.zeros(cost_PE.shape, np.int64)
+    splits, rows = np.searchsorted(histogram.lengths, edges), limits.rows(limits.padded(histogram.lengths))
     for upper, (cost_L, repeat_L) in enumerate(_bucket_rows(histogram, edges, limits, batch_cost, model), start=1):
+        if one_size:
+            cost_L = np.where(rows[splits[:upper]] == rows[splits[upper] - 1], cost_L, np.inf)
         sum_PL = cost_PE[:, :upper] + cost_L + price_P[:, None] * (repeat_PE[:, :upper] + repeat_L)
         lower_P = sum_PL.argmin(axis=1)
         lower_PE[:, upper] = lower_P
         cost_PE[:, upper] = cost_PE[every_P, lower_P] + cost_L[lower_P]
         repeat_PE[:, upper] = repeat_PE[every_P, lower_P] + repeat_L[lower_P]
     found = {}
-    for price in every_P[::-1]:
+    for price in every_P[::-1] if np.isfinite(cost_PE[0, -1]) else []:
         path = [len(edges) - 1]
         while path[-1]:
             path.append(lower_PE[price, path[-1]])
@@ -104,7 +130,7 @@ def mixing_cuts(
 
 
 def choose(found: list[Cuts], histogram: LengthHistogram, limits: Limits, batch_cost: BatchCost) -> tuple[Cuts, list[dict[str, float]]]:
-    """The cuts that ``RULE`` picks, and what it weighed for each: avoidable cost as a share of the unavoidable."""
+    """The cuts with the lowest sum of ``RULE``, and what was weighed for each: avoidable cost as a share of the unavoidable."""
     least = unavoidable_cost(histogram, limits, batch_cost)
     weighed = []
     for cuts in found:
