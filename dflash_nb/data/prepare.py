@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from dflash_nb.data.chats import ChatError, render_record
 from dflash_nb.data.records import Record, count_records, read_records, record_files
 from dflash_nb.data.source import DatasetError
 from dflash_nb.data.tokenization import chat_renderer, describe_tokenizer, load_tokenizer, longest_input, special_tokens, tokenize
+from dflash_nb.data.writer import DatasetWriter, free_folder
 from dflash_nb.home import user_path, write_aside
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 CHUNK_RECORDS = 512
 SECONDS_BETWEEN_LINES = 5.0
 WARN_UNSUPERVISED_SHARE = 0.05
-SCHEMA = pa.schema(
-    {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "seq_len": pa.int32(), "n_supervised": pa.int32()}
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +79,7 @@ def prepare_chats(
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1 token.")
-    folder, files = _free_folder(out, overwrite), record_files(source)
+    folder, files = free_folder(out, overwrite), record_files(source)
     n_records = count_records(files)
     first_heldout = n_records - _heldout_records(heldout, n_records, files[0])
     loaded = load_tokenizer(tokenizer)
@@ -93,19 +90,18 @@ def prepare_chats(
 
     counts = Counter()
     with write_aside(folder) as aside:
-        with _Writer(aside, with_source=isinstance(next(read_records(files)).content.get("source"), str)) as writer:
+        with DatasetWriter(aside, with_source=isinstance(next(read_records(files)).content.get("source"), str)) as writer:
             for samples in _tokenized(read_records(files), n_records, loaded, bad_records, counts):
                 fitting = list(_fit(samples, limit, too_long, counts))
-                writer.write("train", [sample for sample in fitting if sample.record.index < first_heldout])
-                writer.write("heldout", [sample for sample in fitting if sample.record.index >= first_heldout])
+                for split, heldout_part in (("train", False), ("heldout", True)):
+                    chosen = [sample for sample in fitting if (sample.record.index >= first_heldout) == heldout_part]
+                    sources = [str(sample.record.content.get("source", "unknown")) for sample in chosen]
+                    writer.write(split, [(sample.ids, sample.mask) for sample in chosen], sources)
         description = {
             "format": 1,
             "tokenizer": describe_tokenizer(tokenizer, loaded),
             "source": str(user_path(source)),
-            "rows": {split: count["rows"] for split, count in writer.counts.items()},
-            "tokens": {split: count["tokens"] for split, count in writer.counts.items()},
-            "supervised_tokens": {split: count["supervised"] for split, count in writer.counts.items()},
-            "unsupervised_rows": {split: count["unsupervised"] for split, count in writer.counts.items()},
+            **writer.description,
             "records": n_records,
             "max_length": limit,
             "too_long": {"policy": too_long, "rows": counts["too long"]},
@@ -167,52 +163,6 @@ def _fit(samples: list[Sample], limit: int | None, too_long: str, counts: Counte
                 continue
             sample = replace(sample, ids=sample.ids[:limit], mask=sample.mask[:limit])
         yield sample
-
-
-class _Writer:
-    """Splits of a dataset folder as Arrow files, and counts of what went into each."""
-
-    def __init__(self, folder: Path, with_source: bool):
-        self.folder = folder
-        self.schema = SCHEMA.append(pa.field("source", pa.string())) if with_source else SCHEMA
-        self.files: dict[str, pa.ipc.RecordBatchFileWriter] = {}
-        self.counts = {"train": Counter(), "heldout": Counter()}
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self.files.values():
-            file.close()
-
-    def write(self, split: str, samples: list[Sample]) -> None:
-        if not samples:
-            return
-        if split not in self.files:
-            (self.folder / split).mkdir(parents=True)
-            self.files[split] = pa.ipc.new_file(self.folder / split / "data-00000.arrow", self.schema)
-        lengths = np.array([len(sample.ids) for sample in samples], np.int32)
-        supervised = np.array([sample.mask.sum() for sample in samples], np.int32)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        ids = pa.ListArray.from_arrays(offsets, np.concatenate([sample.ids for sample in samples]))
-        masks = pa.ListArray.from_arrays(offsets, np.concatenate([sample.mask for sample in samples]))
-        columns = {"input_ids": ids, "loss_mask": masks, "seq_len": lengths, "n_supervised": supervised}
-        if "source" in self.schema.names:
-            columns["source"] = [str(sample.record.content.get("source", "unknown")) for sample in samples]
-        self.files[split].write_batch(pa.record_batch(columns, schema=self.schema))
-        self.counts[split].update(
-            rows=len(samples), tokens=int(lengths.sum()), supervised=int(supervised.sum()), unsupervised=int((supervised == 0).sum())
-        )
-
-
-def _free_folder(out: str | os.PathLike[str], overwrite: bool) -> Path:
-    folder = user_path(out)
-    if folder.exists():
-        if not overwrite:
-            raise FileExistsError(f"{folder} exists. Name another folder, or replace it with --overwrite.")
-        if not (folder / "dataset.json").is_file():
-            raise FileExistsError(f"{folder} exists and is no prepared dataset; it is not overwritten. Name another folder.")
-    return folder
 
 
 def _heldout_records(heldout: int | float, n_records: int, path: Path) -> int:
