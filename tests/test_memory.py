@@ -82,6 +82,7 @@ def test_the_reference_runs_numbers(reference):
     assert "only ever meets drafted slots" in part(plan, "logits of every position").note
     assert feature_bytes(what[2], 2) == 51_200 and feature_bytes(what[2], 2, with_last_hidden=True) == 61_440
     assert part(plan, "drafter and optimiser").bytes == pytest.approx(27.7e9, rel=0.002)
+    assert part(predict(*what, **launch, optimizer="muon"), "drafter and optimiser").bytes == pytest.approx(0.75 * 27.7e9, rel=0.002)
     assert plan.total("cuda:0") < 96e9 < plan.total("cuda:0") + part(plan, "logits of every position").bytes
     text = plan.text()
     assert "never made" in text and text.count("total") == 2 and "51,200 B a token" in text
