@@ -38,7 +38,7 @@ def cases(draw):
     return lengths, options
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1800, deadline=None)
 @given(cases())
 def test_every_sample_once_within_every_budget_and_again_the_same_in_every_strategy(case):
     lengths, options = case
@@ -107,6 +107,8 @@ def test_seed_and_epoch_are_hashed_together_not_added(strategy):
         plan_epoch(lengths, strategy, REFERENCE_BOUNDARIES, seed=seed, epoch=epoch).sha256() for seed in range(10) for epoch in range(10)
     }
     assert len(plans) == 100
+    with pytest.raises(PlanError, match=r"seed 'a', epoch 0\.5"):
+        plan_epoch(lengths, strategy, REFERENCE_BOUNDARIES, seed="a", epoch=0.5)
     with pytest.raises(PlanError, match="seed -1"):
         plan_epoch(lengths, strategy, REFERENCE_BOUNDARIES, seed=-1)
 

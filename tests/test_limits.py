@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dflash_nb.planner.limits import BucketError, Limits
 
 
-@given(st.integers(1, 60_000), st.integers(1, 200), st.integers(1, 300))
+@given(st.integers(300, 60_000), st.integers(1, 200), st.integers(1, 300))
 def test_rows_and_the_longest_length_of_so_many_rows_agree(budget, most, multiple):
     limits = Limits(budget, most, multiple)
     for rows in range(1, min(most, 70) + 1):
@@ -36,6 +36,11 @@ def test_every_row_count_up_to_128_and_few_above():
 def test_limits_are_whole_numbers(name, value):
     with pytest.raises(BucketError, match=name):
         Limits(**{name: value})
+
+
+def test_a_multiple_above_the_budget_is_refused():
+    with pytest.raises(BucketError, match="pad_multiple 512 is above token_budget 500"):
+        Limits(500, 4, 512)
 
 
 def test_a_sample_that_does_not_fit_is_named():

@@ -147,8 +147,8 @@ def total_batches(lengths: np.ndarray, epochs: Iterable[int] | int, **options: A
 
 def _generators(seed: int, epoch: int) -> tuple[np.random.Generator, np.random.Generator]:
     """One stream for what goes together and one for the order, so that both orders have the same batches."""
-    if seed < 0 or epoch < 0:
-        raise PlanError(f"seed and epoch must not be negative: seed {seed}, epoch {epoch}")
+    if not all(isinstance(number, int | np.integer) and number >= 0 for number in (seed, epoch)):
+        raise PlanError(f"seed and epoch must be whole numbers of 0 or more: seed {seed!r}, epoch {epoch!r}")
     return tuple(np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, epoch, use]))) for use in (0, 1))
 
 

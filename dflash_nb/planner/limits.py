@@ -25,6 +25,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_batch", "pad_multiple"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if self.pad_multiple > self.token_budget:
+            raise BucketError(f"pad_multiple {self.pad_multiple} is above token_budget {self.token_budget}: no sample would fit")
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Lengths rounded up to ``pad_multiple``."""

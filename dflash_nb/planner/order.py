@@ -4,7 +4,9 @@
 mean length, chosen at random: a scrambled net in the sense of Owen (1995, "Randomly permuted (t,m,s)-nets and (t,s)-sequences").
 The net is nested, so windows of 2, 4, 16, 32 are mixed as well as those of 8, and so is any longer stretch of the epoch.
 The price: neighbours differ on purpose (lag-1 correlation of batch length about -.40), so a long batch after a short one is
-likelier than chance; where in a window it comes is not predictable.
+likelier than chance; where in a window it comes is not predictable. Nearly all of that is the price of windows of two: slices
+made for them alone have -.38. Slices made for windows of eight alone have -.12, but mix windows of two as .453 instead of .341
+(chance: .482) and of four as .277 instead of .188.
 """
 
 import numpy as np
