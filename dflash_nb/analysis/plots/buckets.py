@@ -60,12 +60,12 @@ def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
     axis.legend(frameon=False, fontsize=8, title="cuts", title_fontsize=8)
     finding = f"{k} buckets waste {percent(waste, 2)}"
     if k > 1 and "best" in curves:
-        fewer = max(1, k // 2)
-        finding += f"; the best {fewer} would waste {percent(float(np.interp(fewer, *curves['best'])), 2)}"
+        cheapest = {count: percent(float(np.interp(count, *curves["best"])), 2) for count in (k, max(1, k // 2))}
+        finding += "; for padding alone, " + " and ".join(f"the best {count} would waste {share}" for count, share in cheapest.items())
     others = {rule: float(np.interp(k, *curve)) for rule, curve in curves.items() if rule != "best"}
     if others:
         rule = min(others, key=others.get)
-        finding += f" and the best common rule ({rule}) {percent(others[rule], 2)} with as many as chosen"
+        finding += f", and {k} by the best common rule ({rule}) {percent(others[rule], 2)}"
     note = f"{name + ': ' if name else ''}budget {chosen.token_budget:,}, at most {chosen.max_batch} rows, multiple {chosen.pad_multiple}"
     return finish(figure, finding, note)
 
@@ -206,6 +206,7 @@ def stage_times(cost: CostModel, seconds: Mapping[str, float], plan: BucketPlan,
     right.set_yticks(range(len(STAGE_STYLE)), STAGE_STYLE)
     right.invert_yaxis()
     right.set(xlabel="seconds an epoch", xlim=(0, 1.35 * max(seconds.values())))
+    right.xaxis.set_major_formatter("{x:,.0f}")
     right.tick_params(axis="x", rotation=35)
     slowest = max(seconds, key=seconds.get)
     model = "assumed, not measured" if cost.source == "assumed" else cost.source
