@@ -3,6 +3,8 @@
 Run alone: python -m pytest tests/test_summary.py
 """
 
+import re
+
 import numpy as np
 import pytest
 from runs import Recipe, write_run
@@ -10,7 +12,7 @@ from runs import Recipe, write_run
 from dflash_nb.pipeline import console as console_module
 from dflash_nb.pipeline.console import Console, clock
 from dflash_nb.pipeline.runlog import read_run
-from dflash_nb.pipeline.summary import summarize
+from dflash_nb.pipeline.summary import estimate_agreement, summarize
 
 
 def record(step, tokens=1000, seconds=0.5, loss=3.0):
@@ -82,3 +84,19 @@ def test_a_run_without_a_step_can_be_summed_up(tmp_path):
     summary = summarize(run, 300, False, None, None)
     assert (summary.steps, summary.first_loss, summary.tau_trained, summary.tokens_per_second) == (0, None, None, None)
     assert "not measured" in summary.text() and "-p resume" in summary.text()
+
+
+@pytest.mark.parametrize(
+    ("evals", "says"),
+    [
+        ([], ""),
+        ([(1.0, 1.0)], ""),
+        ([(1.3, None)], ""),
+        ([(1.0, 1.0), (1.3, 1.6)], "blocks on given texts say 1.30, 50% of the draft tokens that decoding accepts"),
+        ([(1.0, 1.0), (1.2, 1.6), (1.3, 1.5), (1.4, 1.8)], "50% of .*, and moved the same way between 2 of 3 pairs of evaluations"),
+    ],
+)
+def test_how_well_the_cheap_estimate_agrees_with_decoding(tmp_path, evals, says):
+    run = read_run(write_run(tmp_path / "run", Recipe(steps=8)))
+    run.events = [{"kind": "eval", "step": step, "acceptance": given, "tau": tau} for step, (given, tau) in enumerate(evals)]
+    assert re.search(says, estimate_agreement(run)) if says else estimate_agreement(run) == ""

@@ -6,6 +6,7 @@ tokens/s and padding efficiency are sums over all steps, evaluation and checkpoi
 
 import textwrap
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class RunSummary:
     loss_steps: int
     tau_untrained: float | None
     tau_trained: float | None
+    agreement: str | None
     efficiency: float | None
     tokens_per_second: float | None
     advice: str | None
@@ -55,6 +57,7 @@ class RunSummary:
                 "tau",
                 f"{_number(self.tau_untrained, '{:.2f}')} untrained -> {_number(self.tau_trained, '{:.2f}')} trained, held-out prompts",
             ),
+            ("cheap estimate", self.agreement or "not compared with decoding"),
             ("speed", self.advice or "too few steps to say what limits it"),
             ("checkpoint", str(self.checkpoint or "none")),
             ("export", str(self.export or "none")),
@@ -79,12 +82,31 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
         loss_steps=count,
         tau_untrained=next((tau for step, tau in taus if step == 0), None),
         tau_trained=next((tau for step, tau in reversed(taus) if step == len(run) > 0), None),
+        agreement=estimate_agreement(run) or None,
         efficiency=float(steps["tokens"].sum() / steps["padded_tokens"].sum()) if len(run) else None,
         tokens_per_second=float(steps["tokens"].sum()) / seconds if seconds else None,
         advice=advice.text() if advice else None,
         checkpoint=checkpoint,
         export=export,
     )
+
+
+def estimate_agreement(run: Run) -> str:
+    """How far the cheap estimate, blocks on given held-out texts, agrees with decoding, as a sentence's part; "" where nothing can be said.
+
+    Both are 1 + accepted draft tokens a pass. Decoding is counted on the target's own text, which is more alike and so usually easier;
+    where texts and target agree the two do, and where both rise together the estimate can choose between checkpoints.
+    """
+    pairs = [(event["acceptance"], event["tau"]) for event in run.events_of("eval")]
+    pairs = [pair for pair in pairs if None not in pair]
+    if not pairs or pairs[-1][1] <= 1:
+        return ""
+    estimate, tau = pairs[-1]
+    text = f"blocks on given texts say {estimate:.2f}, {(estimate - 1) / (tau - 1):.0%} of the draft tokens that decoding accepts"
+    steps = [(after[0] - before[0]) * (after[1] - before[1]) for before, after in pairwise(pairs)]
+    if len(steps) > 1:
+        text += f", and moved the same way between {sum(step > 0 for step in steps)} of {len(steps)} pairs of evaluations"
+    return text
 
 
 def _number(value: float | None, form: str) -> str:

@@ -10,13 +10,14 @@ from matplotlib.axes import Axes
 
 from dflash_nb.analysis.achieved import batch_seconds, length_ranges
 from dflash_nb.pipeline.run import Run
+from dflash_nb.pipeline.summary import estimate_agreement
 
 from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, count, finish, new_figure, percent
 
 MOST_POINTS = 4000
 BINS = 60
-STAGE_COLORS = {"wait": WARN, "transfer": OKABE_ITO[4], "drafter": ACCENT, "optimizer": OKABE_ITO[3]}
-STAGE_WORDS = {"wait": "wait for target", "transfer": "transfer", "drafter": "drafter and loss", "optimizer": "optimizer"}
+STAGE_COLORS = {"wait": WARN, "drafter": ACCENT, "optimizer": OKABE_ITO[3]}
+STAGE_WORDS = {"wait": "wait for target", "drafter": "drafter and loss", "optimizer": "optimizer"}
 
 
 def smoothed(values: np.ndarray, window: int | None = None) -> np.ndarray:
@@ -89,6 +90,8 @@ def acceptance(run: Run) -> Plot:
             labels.append((x[-1], y[-1], word, color))
             if key == "tau":
                 finding = f"tau {y[0]:.2f} → {y[-1]:.2f} accepted tokens a target pass on held-out prompts, from step {x[0]:,} to {x[-1]:,}"
+    if agreement := estimate_agreement(run):
+        finding += f"; {agreement}"
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
     axis.text(0.01, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), va="top", color=INK)
     _label_ends(axis, labels)
@@ -131,7 +134,10 @@ def throughput(run: Run) -> Plot:
 
 
 def time_by_length(run: Run) -> Plot:
-    """Median milliseconds a batch spends waiting for the target, in transfer, drafter and optimiser; a bar a range of lengths."""
+    """Median milliseconds a batch spends waiting for the target, in drafter and optimiser; a bar a range of lengths.
+
+    What the workers do at the same time (target, transfer) is in it only as waiting.
+    """
     figure, axes = new_figure()
     axis = axes[0, 0]
     if not len(run):
