@@ -183,7 +183,11 @@ def random_waste(rows: Sequence[dict], batch_size: int, name: str = "") -> Plot:
     axis = axes[0, 0]
     axis.plot(sizes, 100 * waste, color=ACCENT, marker="o", markersize=3)
     axis.plot(batch_size, 100 * at, "o", color=WARN, markersize=9, fillstyle="none", markeredgewidth=1.8)
-    axis.annotate(f"{batch_size} rows: {percent(at)}", (batch_size, 100 * at), (8, -16), textcoords="offset points", fontsize=9)
+    side = -1 if batch_size > sizes.max() / 2 else 1
+    axis.annotate(
+        f"{batch_size} rows: {percent(at)}", (batch_size, 100 * at), (8 * side, -16), textcoords="offset points", fontsize=9,
+        ha="left" if side > 0 else "right",
+    )  # fmt: skip
     axis.set(xlabel="rows in a batch", ylabel="padding (% of padded tokens)", ylim=(0, 100), xlim=(0, sizes.max() + 1))
     finding = f"Batches of {batch_size} random rows waste {percent(at)} of their tokens on padding"
     return finish(figure, finding, f"{name + ': ' if name else ''}expected over random batches")

@@ -31,8 +31,11 @@ def by_strategy(rows: Sequence[dict]) -> list[dict]:
 
 
 def mixing_score(repeated_mates: float, w1: float) -> float:
-    """0 for fixed groups, near 1 for a full shuffle: (share of mates not met again) x (1 - W1 of an accumulation window)."""
-    return (1 - repeated_mates) * max(0.0, 1 - w1)
+    """0 for fixed groups, near 1 for a full shuffle: (share of mates not met again) / (1 + W1 of an accumulation window).
+
+    W1 counts in mean lengths and is above 1 for short windows of heavy-tailed data; the quotient still tells plans apart there.
+    """
+    return (1 - repeated_mates) / (1 + w1)
 
 
 def strategies(rows: Sequence[dict], name: str = "") -> Plot:
@@ -98,7 +101,7 @@ def front(rows: Sequence[dict], name: str = "") -> Plot:
     finding = f"{len(kept)} of {padded.sum()} padded strategies are on the front: {', '.join(kept)}"
     finding += f"; another beats {', '.join(beaten)} in both padding and mixing" if beaten else ""
     return finish(
-        figure, finding, f"{name + ': ' if name else ''}mixing: (1 - mates met again) x (1 - W1 of a step); hollow: beaten in both"
+        figure, finding, f"{name + ': ' if name else ''}mixing: (1 - mates met again) / (1 + W1 of a step); hollow: beaten in both"
     )
 
 
