@@ -7,7 +7,7 @@ measuring costs a run.
 
 Fetch: samples of 2,000 tokens in random order from memory-mapped Arrow, each row read a first time and again.
 Simulated devices: threads that sleep. Service times follow the reference run (a target does 5,300 padded tokens a second, the drafter
-31,000 real ones), sped up; lengths are the reference run's. Rates are taken after the window has filled.
+31,000 real ones), sped up; lengths are the reference run's. Rates are taken while the window is full.
 Measuring: 40 steps on the embedded sample; CPU seconds of everything that only measures (log line, console, queues and memory, tracker)
 as a share of all CPU seconds of the steps.
 """
@@ -123,18 +123,20 @@ def measure_topology(plan: BatchPlan, strategy: str, targets: int, batches: int,
     source = Prefetcher(iter(range(batches)), shape, max_items=50)
     window = Window(source, pool, size_of=lambda batch: batch.real_tokens * FEATURE_BYTES, max_items=targets + 16, max_bytes=1 << 40)
     drafter_busy, tokens, depths, started, before = 0.0, 0, [], 0.0, {}
+    edge = 2 * targets  # the window fills and runs empty there
     for count, ready in enumerate(window):
-        if count == 2 * targets:
+        if count == edge:
             started, before, drafter_busy, tokens = time.perf_counter(), dict(busy), 0.0, 0
+        if count == batches - edge:
+            took, target_busy = time.perf_counter() - started, sum(busy[k] - before[k] for k in busy) / targets
+            break
         slept = time.perf_counter()
         time.sleep(ready.batch.real_tokens / DRAFTER_TOKENS_PER_SECOND / speed_up)
         drafter_busy += time.perf_counter() - slept
         tokens += ready.batch.real_tokens
         depths.append(window.depth)
-    took = time.perf_counter() - started
     window.close()
     pool.close()
-    target_busy = sum(busy[k] - before[k] for k in busy) / targets
     return {
         "part": "simulated",
         "strategy": strategy,

@@ -184,7 +184,8 @@ def test_few_places_hold_workers_back():
 def test_on_one_device_no_worker_is_promised(tmp_path):
     recipe = Recipe(steps=30, wait_seconds=0.5)
     advice = advise(read_run(write_run(tmp_path / "run", recipe)), watts=100)
-    assert advice.shared and "brings nothing here" in advice.text() and "joule" not in advice.text()
+    assert advice.shared and "brings nothing here" in advice.text() and len(advice.table()) == 1
+    assert advice.choices[0].tokens_per_joule == pytest.approx(advice.tokens_per_second / 100), "one device, one bill"
 
 
 def test_too_short_a_run_gets_none(tmp_path):

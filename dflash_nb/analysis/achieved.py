@@ -12,7 +12,7 @@ from dflash_nb.pipeline.run import Run
 from dflash_nb.planner.diversity import AchievedBatches, lag1, longest_run, repeated_mates
 
 MOST_RANGES = 8
-STAGES = ("wait", "transfer", "drafter", "optimizer")
+STAGES = ("wait", "drafter", "optimizer")  # one after another; fetch, target and transfer run beside them
 
 
 def planned_against_achieved(run: Run) -> list[dict[str, Any]]:

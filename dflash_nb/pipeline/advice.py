@@ -88,9 +88,9 @@ class Advice:
         for each in self.choices:
             row = {
                 "topology": f"{each.workers}-1",
-                "real tokens/s": each.tokens_per_second,
-                "targets busy %": 100 * each.target_busy,
-                "drafter busy %": 100 * each.drafter_busy,
+                "real tokens/s": round(each.tokens_per_second),
+                "targets busy %": round(100 * each.target_busy),
+                "drafter busy %": round(100 * each.drafter_busy),
             }
             if each.tokens_per_joule is not None:
                 row["tokens/J"] = each.tokens_per_joule
@@ -166,15 +166,16 @@ def advise_stages(
             rates[n],
             stages.busy(n)["target"] * rates[n] / tokens,
             stages.busy(n)["drafter"] * rates[n] / tokens,
-            rates[n] / ((n + 1) * watts) if watts else None,
+            rates[n] / ((1 if shared else n + 1) * watts) if watts else None,
         )
         for n in shown
     )
     without_reading = scale * replay(replace(stages, fetch_M=np.zeros_like(stages.fetch_M)), workers, waiting, prefetch)
     sentences = [_which(limits, busy, workers)]
     sentences += _on_one_device(limits) if shared else _what_to_do(limits, workers, rates, enough, without_reading)
-    if watts and not shared:
-        best, now = max(choices, key=lambda each: each.tokens_per_joule), choices[workers - 1]
+    if watts:
+        best = max(choices, key=lambda each: each.tokens_per_joule)
+        now = next(each for each in choices if each.workers == workers)
         sentences.append(
             f"At {watts:,.0f} W a device this run trains on {now.tokens_per_joule:.2f} real tokens a joule; "
             + (f"{best.workers}-1 would on {best.tokens_per_joule:.2f}." if best is not now else "no other topology would on more.")
@@ -218,11 +219,14 @@ def _which(limits: str, busy: dict[str, float], workers: int) -> str:
 
 
 def _on_one_device(limits: str) -> list[str]:
-    more = "the target" if limits in ("target", "transfer") else "the drafter"
-    cheaper = "fewer padded tokens (notebook 02)" if more == "the target" else "fewer anchors or draft layers"
+    less = (
+        "for the target: less padding (notebook 02)"
+        if limits in ("target", "transfer")
+        else "for the drafter: fewer anchors or draft layers"
+    )
     return [
-        "Target and drafter share one device, so their times add up and another target worker brings nothing here; "
-        f"a device more would, or {cheaper} for {more}."
+        "Target and drafter share one device, so their times add up and another target worker brings nothing here.",
+        f"What helps is a device more, or less work {less}.",
     ]
 
 

@@ -93,7 +93,7 @@ def acceptance(run: Run) -> Plot:
     if agreement := estimate_agreement(run):
         finding += f"; {agreement}"
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
-    axis.text(0.01, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), va="top", color=INK)
+    axis.text(0.5, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), ha="center", va="top", color=INK)
     _label_ends(axis, labels)
     axis.set(xlabel="optimiser step", ylabel="accepted tokens a pass, bonus included")
     return finish(figure, finding, _note(run))
@@ -130,7 +130,8 @@ def throughput(run: Run) -> Plot:
     axis.yaxis.set_major_formatter(lambda value, _: count(value))
     efficiency = run.steps["tokens"].sum() / run.steps["padded_tokens"].sum()
     finding = f"{mean:,.0f} real tokens/s over {_span(seconds.sum())}; {percent(1 - efficiency)} of the padded tokens are padding"
-    return finish(figure, finding, f"dashed: {'predicted' if predicted else 'mean'}; shaded: start-up. {_note(run)}")
+    dashed = f"the plan's, {(run.plan or {}).get('speed_source', 'predicted')}" if predicted else "mean"
+    return finish(figure, finding, f"dashed: {dashed}; shaded: start-up. {_note(run)}")
 
 
 def time_by_length(run: Run) -> Plot:
@@ -161,6 +162,7 @@ def time_by_length(run: Run) -> Plot:
             )
         start += values[longest]
     axis.set_yticks(np.arange(len(labels)), labels)
+    axis.xaxis.set_major_formatter(lambda value, _: count(value))
     axis.set(xlabel="median time a batch (ms)", ylabel="length range (tokens)", xlim=(0, left.max() * 1.25 or 1))
     axis.grid(False)
     total = {stage: float(np.nansum(values)) for stage, values in parts.items()}
