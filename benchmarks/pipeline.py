@@ -1,7 +1,7 @@
 """Measures the pipeline around the models: what fetching a sample costs, whether the window keeps the slowest stage busy, and what
 measuring costs a run.
 
-    python benchmarks/pipeline.py                     all parts, about 5 minutes and 1 GB of disk
+    python benchmarks/pipeline.py                     all parts, about 8 minutes and 1 GB of disk
     python benchmarks/pipeline.py --samples 1000000   a dataset of 10 GB
     python benchmarks/pipeline.py --part measuring --out pipeline.json
 
@@ -215,8 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100_000, help="rows of the generated dataset")
     parser.add_argument("--tokens", type=int, default=2_000, help="tokens of a row")
-    parser.add_argument("--batches", type=int, default=300, help="batches of each simulated run")
-    parser.add_argument("--speed-up", type=float, default=150.0, help="how much faster than the reference run the simulated devices are")
+    parser.add_argument("--batches", type=int, default=100, help="batches of each simulated run")
+    parser.add_argument("--speed-up", type=float, default=25.0, help="how much faster than the reference run the simulated devices are")
     parser.add_argument("--part", choices=("fetch", "simulated", "measuring", "all"), default="all")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
