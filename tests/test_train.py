@@ -296,7 +296,7 @@ def test_windows_without_a_single_anchor_are_steps_like_any_other(made, tmp_path
     assert all(line["loss"] is None and line["grad_norm"] == 0 and line["acceptance"] is None and line["finite"] for line in empty)
     assert all(math.isfinite(line["loss"]) for line in lines(summary.run_dir) if line["weight"])
     moments = torch.load(summary.checkpoint / OPTIMIZER, weights_only=True)["moments"]
-    assert {moment["step"].item() for moment in moments.values()} == {24.0}
+    assert {moment["step"].item() for moment in moments.values() if "step" in moment} == {24.0}, "Muon counts no steps"
     assert all(torch.isfinite(weight).all() for weight in load_file(summary.checkpoint / WEIGHTS).values())
 
 
