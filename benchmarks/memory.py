@@ -3,8 +3,8 @@
     python benchmarks/memory.py [--json build/memory.json] [name ...]
 
 Predicted: ``pipeline.memory`` on the checked run, before a model is loaded. Measured: the process's peak resident memory from there to
-the end of training, evaluation and export included. The allocator's slack was fitted on the first eight runs; the other six, which
-differ in context, anchors, layers and vocabulary, were measured once after that and changed nothing.
+the end of training, evaluation and export included. The allocator's slack was fitted on the first eight runs
+and on none of the other six, which differ in context, anchors, layers and vocabulary.
 """
 
 import argparse
