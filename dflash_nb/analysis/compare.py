@@ -1,8 +1,9 @@
 """Several runs side by side: adjusted curves at equal steps and at equal tokens, and what differs in their configurations.
 
 Runs with different batches can only be compared with the mix of lengths taken off. So the same ranges of lengths are laid over all of
-them, and each curve is the loss that the run would have had with the mix of all runs together. A step of one run is not a step of
-another, so the fairer axis is supervised tokens seen.
+them, and each curve is the loss that the run would have had with the mix of all runs together. A run whose lengths come in order cannot
+tell level from trend; it takes the levels of the first run that can, at the same steps. A step of one run is not a step of another, so
+the fairer axis is supervised tokens seen.
 """
 
 from collections.abc import Sequence
@@ -67,10 +68,14 @@ def compare(logs: Sequence[Log]) -> Comparison:
     logs = [log for log in logs if not any(log is other for other in empty)]
     names = _names(logs)
     word = _tokens_word(logs)
-    lines = _lines(logs, names, word)
+    static = [static_composition(log) for log in logs]
+    ordered = [finding is not None and finding.data["ordered"] for finding in static]
+    lines = _lines(logs, names, word, ordered)
     differs = differing_settings(logs, names)
     rows, sentence = _at_equals(lines, word)
-    smooth = [name for log, name in zip(logs, names, strict=True) if static_composition(log) is not None]
+    if lines and all(ordered):
+        sentence += "; lengths come in order in all of them, so their mix cannot be taken off"
+    smooth = [name for name, finding in zip(names, static, strict=True) if finding is not None]
     if smooth and len(lines) > 1:
         sentence += f"; {listed(smooth)} {'is' if len(smooth) == 1 else 'are'} smooth by composition"
     other = [row["setting"] for row in differs if row["setting"] in OTHER_LOSS]
@@ -104,14 +109,19 @@ def _tokens_word(logs: Sequence[Log]) -> str:
     return "steps (a log counts no tokens)"
 
 
-def _lines(logs: Sequence[Log], names: Sequence[str], word: str) -> list[Line]:
+def _lines(logs: Sequence[Log], names: Sequence[str], word: str, ordered: Sequence[bool]) -> list[Line]:
     edges = _common_edges(logs)
     taken = [decompose(log.run, edges) if edges is not None else log.parts for log in logs]
     standard = _standard(logs, taken)
+    mixed = next((i for i, in_order in enumerate(ordered) if not in_order), None) if edges is not None else None
     lines = []
-    for log, parts, name in zip(logs, taken, names, strict=True):
-        known = np.isfinite(parts.adjusted_N)
-        values = (parts.adjusted_N + _shift(log, parts, standard))[known]
+    for log, parts, name, in_order in zip(logs, taken, names, ordered, strict=True):
+        if in_order and mixed is not None:
+            values = _with_levels_of(logs[mixed], taken[mixed], standard, log, parts)
+        else:
+            values = parts.adjusted_N + _shift(log, parts, standard, log.step_N)
+        known = np.isfinite(values)
+        values = values[known]
         column = {"supervised tokens seen": "supervised", "tokens seen": "tokens"}.get(word)
         seen = np.cumsum(log.run.steps[column]) if column else log.step_N
         curve = running_median(values, int(np.clip(len(values) // 30, 3, 200)))
@@ -140,16 +150,33 @@ def _standard(logs: Sequence[Log], taken: Sequence[Parts]) -> dict[str, float]:
     return share
 
 
-def _shift(log: Log, parts: Parts, standard: dict[str, float]) -> np.ndarray:
-    """What the standard mix adds to the run's own at every step; ranges that the run never saw are left out."""
-    at, every, total, shift = log.run.batches["at"], np.arange(len(log)), 0.0, np.zeros(len(log))
+def _shift(log: Log, parts: Parts, standard: dict[str, float], steps: np.ndarray) -> np.ndarray:
+    """What the standard mix adds to the run's own at each of ``steps``; ranges that the run never saw are left out."""
+    total, shift = 0.0, np.zeros(len(steps))
     for g, name in enumerate(parts.groups):
-        mine = np.flatnonzero(parts.group_M == g)
-        if not len(mine):
-            continue
-        total += standard[name]
-        shift += standard[name] * np.interp(every, at[mine], parts.level_M[mine])
+        level = _level(log, parts, g, steps)
+        if np.isfinite(level).all():
+            total += standard[name]
+            shift += standard[name] * level
     return shift / max(total, 1e-12)
+
+
+def _with_levels_of(mixed: Log, mixed_parts: Parts, standard: dict[str, float], log: Log, parts: Parts) -> np.ndarray:
+    """Loss of every step of ``log`` with its mix taken off by the levels that the run ``mixed`` has at the same steps."""
+    at, weight = log.run.batches["at"], np.nan_to_num(log.run.batches["weight"])
+    level = np.full(len(at), np.nan)
+    for g in range(len(parts.groups)):
+        mine = parts.group_M == g
+        level[mine] = _level(mixed, mixed_parts, g, log.step_N[at[mine]])
+    mix = np.bincount(at, weight * level, len(log)) / np.maximum(np.bincount(at, weight, len(log)), 1e-12)
+    return log.run.steps["loss"] - mix + _shift(mixed, mixed_parts, standard, log.step_N)
+
+
+def _level(log: Log, parts: Parts, group: int, steps: np.ndarray) -> np.ndarray:
+    """Level of a range of lengths at ``steps``; NaN where the run never saw it."""
+    mine = np.flatnonzero(parts.group_M == group)
+    known = log.step_N[log.run.batches["at"][mine]]
+    return np.interp(steps, known, parts.level_M[mine]) if len(mine) else np.full(len(steps), np.nan)
 
 
 def _at_equals(lines: Sequence[Line], word: str) -> tuple[list[dict[str, Any]], str]:

@@ -4,7 +4,7 @@ Trend and levels are fitted in turn (backfitting, three rounds): a running media
 each group of lengths a slower running median of what the trend leaves. Levels may drift, since lengths part only as learning goes on.
 They are centred on the run's own mix, so the trend is the curve that a run with a constant mix of lengths would have had: the
 *adjusted* curve. Where lengths come one after the other (sorted order) level and trend cannot be told apart, and the trend takes all.
-500,000 steps take MEASURED s.
+With all checks on top 500,000 steps take 1.8 s of one core.
 
 Shapes: N steps, M batches, G groups of lengths.
 """
@@ -19,6 +19,7 @@ from dflash_nb.pipeline.run import Run
 
 MOST_GROUPS = 12
 LEAST_OF_A_GROUP = 8
+NOT_KNOWN = "not known"
 ROUNDS = 3
 TREND_HALF, LEVEL_HALF, SCALE_HALF = (4, 250), (12, 500), (50, 500)  # fewest and most batches on each side of a running median
 BLOCK, RESAMPLES = 20, 400
@@ -74,7 +75,7 @@ class Parts:
 def decompose(run: Run, edges: np.ndarray | None = None) -> Parts:
     """Take the loss of every batch of ``run`` apart, by its own groups of lengths or by ranges with the given ``edges``.
 
-    Works from one step on; batches without a loss get NaN.
+    Works on any number of steps, also none; batches without a loss get NaN.
     """
     names, group = length_groups(run) if edges is None else _by_edges(mean_lengths(run), edges)
     at, loss = run.batches["at"], run.batches["loss"]
@@ -85,7 +86,7 @@ def decompose(run: Run, edges: np.ndarray | None = None) -> Parts:
     scale = _scales(residual, trend, group, weight)
     total = np.bincount(at, weight, minlength=steps)
     mix = _weighted(at, weight, level, total)
-    step_trend = np.interp(np.arange(steps), *_last_of_each(at, trend))
+    step_trend = np.interp(np.arange(steps), *_last_of_each(at, trend)) if len(at) else np.full(steps, np.nan)
     noise = np.sqrt(np.bincount(at, (weight * scale) ** 2, minlength=steps)) / np.where(total > 0, total, np.nan)
     step_loss = run.steps["loss"]
     return Parts(
@@ -114,9 +115,12 @@ def length_groups(run: Run) -> tuple[list[str], np.ndarray]:
     """Groups of batches of like length, from short to long, and the group of each batch.
 
     They are the run's buckets; a batch that spans several belongs to the bucket of its mean length. Without buckets they are half-octaves
-    of the mean length. Neighbours are joined until every group has LEAST_OF_A_GROUP batches and there are at most MOST_GROUPS.
+    of the mean length. Neighbours are joined until every group has LEAST_OF_A_GROUP batches and there are at most MOST_GROUPS. A log
+    that knows neither has one group, NOT_KNOWN.
     """
     mean = np.nan_to_num(mean_lengths(run))
+    if not mean.any() and not (run.batches["bucket"] >= 0).any():
+        return [NOT_KNOWN], np.zeros(len(mean), dtype=np.int64)
     edges = np.asarray((run.buckets or {}).get("boundaries", ()), dtype=np.float64)
     bucket = run.batches["bucket"]
     if len(edges) > 1:

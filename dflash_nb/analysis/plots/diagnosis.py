@@ -6,6 +6,8 @@ cannot be shown is said in words. At most 4,000 points are drawn, always with ev
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from dflash_nb.analysis.compare import Comparison
 from dflash_nb.analysis.diagnose import Diagnosis
@@ -69,13 +71,16 @@ def zoom(diagnosis: Diagnosis) -> Plot:
     inside = (log.run.batches["at"] >= low) & (log.run.batches["at"] <= high)
     _batches(axis, diagnosis, spikes, inside)
     axis.plot(log.step_N[low : high + 1], parts.trend_N[low : high + 1], color=ACCENT, linewidth=1.8)
+    own = inside & (parts.group_M == parts.group_M[worst])
+    axis.plot(log.step_N[log.run.batches["at"][own]], (parts.trend_M + parts.level_M)[own], color=INK, linewidth=1.2, linestyle="--")
     axis.set(xlabel="optimiser step", ylabel="loss (nats)")
     name = "The worst spike" if len(spikes) else "No spike; the highest batch"
     finding = (
         f"{name} is at step {log.step_N[at]:,}: {parts.residual_M[worst]:+.2f} from the baseline of lengths "
         f"{parts.groups[parts.group_M[worst]]}, {parts.z_M[worst]:.1f} robust sd"
     )
-    return finish(figure, finding, f"± {ZOOM} steps. {_note(diagnosis)}")
+    note = f"± {ZOOM} steps; line: adjusted loss, dashed: baseline of these lengths. {_note(diagnosis)}"
+    return finish(figure, finding, note)
 
 
 def by_length(diagnosis: Diagnosis) -> Plot:
@@ -86,7 +91,7 @@ def by_length(diagnosis: Diagnosis) -> Plot:
         return _nothing(diagnosis, figure, axes[0, 0])
     parts = log.parts
     count = len(parts.groups)
-    columns = min(3, count)
+    columns = 2 if count == 4 else min(3, count)
     rows = -(-count // columns)
     figure, axes = new_figure(rows, columns, height=1.6 + 1.7 * rows, sharex=True, sharey=True)
     colors, step_M = bucket_colors(count), log.step_N[log.run.batches["at"]]
@@ -105,14 +110,14 @@ def by_length(diagnosis: Diagnosis) -> Plot:
         axis.set_xlabel("optimiser step")
     levels = [parts.level_of(g) for g in range(count)]
     order = np.argsort([level.value for level in levels])
-    if count > 1:
-        low, high = order[0], order[-1]
+    known = int(np.isfinite([level.value for level in levels]).sum())
+    if known > 1:
+        low, high = order[0], order[known - 1]  # NaN come last
         gap = levels[high].value - levels[low].value
         finding = f"Lengths {parts.groups[high]} lie {gap:.2f} nats above lengths {parts.groups[low]}: a level, not a spike"
     else:
-        finding = (
-            f"All {int(np.isfinite(parts.loss_M).sum()):,} batches are of one range of lengths ({parts.groups[0]}): no level to tell apart"
-        )
+        losses = int(np.isfinite(parts.loss_M).sum())
+        finding = f"{losses:,} of {len(parts.loss_M):,} batches have a loss, in lengths {parts.groups[0]}: no levels to tell apart"
     return finish(figure, finding, f"line: baseline of these lengths. {_note(diagnosis)}")
 
 
@@ -166,7 +171,7 @@ def attribution(diagnosis: Diagnosis) -> Plot:
         share = percent(out[0]["share of batches"], 0)
         finding = f"Lengths {out[0]['lengths']} spike: {out[0]['spikes']} of {len(spikes)} spikes in {share} of the batches"
     else:
-        finding = f"No range of lengths stands out (n = {len(spikes)})"
+        finding = f"No range of lengths stands out among {len(rows)} (n = {len(spikes)} spikes)"
     return finish(figure, finding, f"intervals 95 %, exact, for all ranges together. {_note(diagnosis)}")
 
 
@@ -194,11 +199,16 @@ def residuals(diagnosis: Diagnosis) -> Plot:
         axis.set_xlabel(label)
     if np.nanmin(norm, initial=np.inf) > 0 and np.isfinite(norm).any():
         axes[0, 1].set_xscale("log")
+        _plain_log(axes[0, 1].xaxis)
     elif not np.isfinite(norm).any():
         axes[0, 1].text(0.5, 0.5, "no gradient norm in this log", ha="center", transform=axes[0, 1].transAxes, fontsize=8)
     spread = np.array([median_of(np.abs(parts.residual_M[parts.group_M == g])) for g in range(count)])
-    widest = int(np.nanargmax(spread)) if np.isfinite(spread).any() else 0
-    finding = f"Lengths {parts.groups[widest]} scatter most: half of their batches lie within ± {spread[widest]:.3f} nats of the baseline"
+    if not np.isfinite(spread).any():
+        finding = f"None of {len(parts.loss_M):,} batches has a loss that could scatter"
+    else:
+        widest = int(np.nanargmax(spread))
+        who = f"Lengths {parts.groups[widest]} scatter most: half of their batches lie" if count > 1 else "Half of the batches lie"
+        finding = f"{who} within ± {spread[widest]:.3f} nats of the baseline"
     return finish(figure, finding, f"boxes: quartiles, whiskers 5 to 95 %. {_note(diagnosis)}")
 
 
@@ -240,8 +250,12 @@ def learning(diagnosis: Diagnosis) -> Plot:
     axis.set_yticks(range(len(rows)), [row["lengths"] for row in rows])
     axis.set(xlabel="fall of the loss (nats), early to late", ylabel="lengths (tokens)", ylim=(-0.6, len(rows) - 0.4))
     least, most = (pick(rows, key=lambda row: row["fall"]) for pick in (min, max))
-    finding = f"The loss fell by {most['fall']:.2f} in lengths {most['lengths']}"
-    finding += f", and by {least['fall']:.2f} in lengths {least['lengths']}" if len(rows) > 1 else ""
+    if len(rows) > 1:
+        finding = (
+            f"The loss fell by {most['fall']:.2f} in lengths {most['lengths']}, and by {least['fall']:.2f} in lengths {least['lengths']}"
+        )
+    else:
+        finding = f"The loss fell by {most['fall']:.2f}, from {most['early']:.2f} to {most['late']:.2f}, in lengths {most['lengths']}"
     return finish(figure, finding, _note(diagnosis))
 
 
@@ -258,12 +272,16 @@ def comparison(compared: Comparison) -> Plot:
                 axis.annotate(
                     f"{line.name}",
                     (x[thin][-1], line.adjusted[thin][-1]),
-                    xytext=(3, 4 + 8 * (i % 2)),
+                    xytext=(3, -4 - 9 * (i % 3)),
                     textcoords="offset points",
                     fontsize=7,
                     ha="right",
+                    va="top",
                     color=color,
                 )
+        axis.margins(y=0.15)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.set_xlabel(label)
     axes[0, 0].set_ylabel("adjusted loss (nats)")
     return finish(figure, compared.finding, compared.note)
@@ -288,7 +306,8 @@ def _batches(axis: Axes, diagnosis: Diagnosis, spikes: Spikes, inside: np.ndarra
             f"{step_M[batch]:,}", (step_M[batch], parts.loss_M[batch]), xytext=(6, 2), textcoords="offset points", fontsize=7, color=WARN
         )
     if len(parts.groups) > 1:
-        axis.legend(title="lengths", fontsize=7, title_fontsize=7, ncols=min(4, len(parts.groups)), frameon=False, loc="upper right")
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.0}
+        axis.legend(fontsize=7, ncols=min(6, len(parts.groups)), frameon=False, handletextpad=0.2, columnspacing=1.2, **place)
 
 
 def _strip(axis: Axes, step: np.ndarray, values: np.ndarray, label: str, log_scale: bool = False, top: float | None = None) -> None:
@@ -301,8 +320,16 @@ def _strip(axis: Axes, step: np.ndarray, values: np.ndarray, label: str, log_sca
     axis.plot(step[thin], values[thin], color=INK, linewidth=0.6, marker="o" if len(step) == 1 else None, markersize=3)
     if log_scale and np.nanmin(values) > 0:
         axis.set_yscale("log")
+        _plain_log(axis.yaxis)
     else:
         axis.set_ylim(0, top)
+
+
+def _plain_log(axis: Axis) -> None:
+    """Few ticks with plain numbers, also where a logarithmic axis spans less than a decade."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _robust_limits(axis: Axes, losses: np.ndarray, spikes: Spikes | None = None) -> None:
