@@ -25,6 +25,10 @@ INTERACTIVE_NAMES = frozenset({"In", "Out", "exit", "quit"})
 class ParameterError(ValueError):
     """One or more parameters cannot be used. The text names each one, the value given and what is allowed."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback."""
+        return [f"ParameterError: {self}"]
+
 
 def option(
     default: Any,

@@ -53,6 +53,10 @@ _SCHEMA = pa.schema(list(STEP_FIELDS.items()))
 class RunError(ValueError):
     """A run folder that cannot be read, made or continued; the text says which and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback."""
+        return [f"RunError: {self}"]
+
 
 @dataclass
 class Run:
