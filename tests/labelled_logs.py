@@ -25,15 +25,19 @@ HELD: list[int] = []  # locks of the runs that are to look as if they were going
 
 @dataclass(frozen=True)
 class Case:
-    """A log and what is to be found first. ``write`` fills a folder that does not exist yet and returns what is to be read."""
+    """A log and what is to be found first. ``write`` fills a folder that does not exist yet and returns what is to be read.
+
+    ``alarm``: a finding that is a note elsewhere calls for a person here.
+    """
 
     name: str
     kind: str
     write: Callable[[Path], Path]
+    alarm: bool = False
 
     @property
     def healthy(self) -> bool:
-        return self.kind == "healthy" or self.kind in NOTES
+        return (self.kind == "healthy" or self.kind in NOTES) and not self.alarm
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,7 @@ def waits(share: float, prefetch: int = 8, after: int = 0, slower: float = 1.0) 
                 seconds[name] *= slower * jitter
             seconds["step"] = seconds["wait"] + seconds["drafter"] + seconds["optimizer"]
             record["q_prefetch"] = prefetch
+            seconds["target" if prefetch else "fetch"] = seconds["wait"]
 
     return apply
 
@@ -375,6 +380,7 @@ def healthy_cases(half: int = 0) -> list[Case]:
         "one bucket learns at half the pace": Planted(made_of(seed=16, steps=500), stays_behind(1, 0.55, made_of(seed=16, steps=500))),
         "clipped at every step, mildly": Planted(made_of(seed=17, grad_norm=2.5)),
         "steep start": Planted(made_of(seed=18, **STEEP)),
+        "falls in its first steps": Planted(made_of(seed=29, steps=100, first_loss=9.2, last_loss=6.1, decay_steps=2.0, noise=0.2)),
         "constant rate": Planted(made_of(seed=19, steps=600, decay_steps=250, config={"decay": "constant"}), constant_rate),
         "forty steps": Planted(made_of(seed=20, steps=40, total_steps=2000, warmup=20), status="running"),
         "twelve steps": Planted(made_of(seed=21, steps=12)),
@@ -446,8 +452,8 @@ def fault_cases(half: int = 0) -> list[Case]:
     made_of = partial(varied, half)
     cases = []
 
-    def add(kind: str, name: str, write: Callable[[Path], Path]) -> None:
-        cases.append(Case(f"{kind}: {name}", kind, write))
+    def add(kind: str, name: str, write: Callable[[Path], Path], alarm: bool = False) -> None:
+        cases.append(Case(f"{kind}: {name}", kind, write, alarm))
 
     for seed, (at, to, over) in enumerate(((150, 2.0, 60), (60, 5.0, 20), (220, 1.0, 60))):
         add("divergence", f"at step {at}", Planted(made_of(seed=60 + seed), rising(at, to, over), status="running"))
@@ -458,7 +464,8 @@ def fault_cases(half: int = 0) -> list[Case]:
         recipe = made_of(seed=70 + seed, steps=400, peak_lr=rate, first_loss=7.0, last_loss=-20.0, decay_steps=3e9 * rate)
         add("rate too low", f"{rate:g}", Planted(recipe))
     for seed, noise in enumerate((0.03, 0.2)):
-        recipe = made_of(seed=75 + seed, steps=300, first_loss=7.0, last_loss=7.0, noise=noise)
+        recipe = made_of(seed=75 + seed, steps=300, noise=noise)
+        recipe = replace(recipe, last_loss=recipe.first_loss)
         add("nothing learned", f"noise {noise}", Planted(recipe, profile(lambda part: [0.01] * 7)))
     for seed in (0, 1):
         recipe = made_of(seed=78 + seed, steps=1500, decay_steps=60, config={"decay": "constant"})
@@ -581,6 +588,7 @@ def fault_cases(half: int = 0) -> list[Case]:
             made_of(seed=118, steps=300, epochs=2, levels=(0.0,) * 4, decay_steps=300),
             each_loss(lambda record, batch, rng: 0.8 * np.exp(-(record["step"] - 151) / 40) if record["step"] > 150 else 0.0),
         ),
+        alarm=True,
     )
     return cases
 

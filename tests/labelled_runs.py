@@ -1,7 +1,9 @@
-"""Real short runs with a label: a tiny target, text that it wrote itself, and a drafter that learns it, with a fault switched on.
+"""Real short runs with a label: the trainer on real batches, healthy or with one fault switched on.
 
-Faults are switched on by configuration (the rate, clipping, the decay over slots), in the data (a poisoned sample, labels of one range of
-lengths, little of it), or by replacing one function of the trainer for the time of the run. A run of 240 steps takes about 6 s of one core.
+Half of them train on the embedded sample with its target (100 steps, rows up to 96 tokens). What its drafter cannot show in so few steps
+(wrong labels of one bucket, a poisoned sample, a leak, learning by heart) is shown by a tiny target that was taught a language, and text
+that it wrote. Faults are switched on by configuration (the rate, the decay over slots), in the data (a poisoned sample, labels of one
+range of lengths, little of it), or by replacing one function of the trainer for the time of the run. A run takes 3 to 8 s of one core.
 """
 
 import contextlib
@@ -9,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -21,9 +23,9 @@ from labelled_logs import Case, killed
 from tiny_targets import MASK_TOKEN, save_target
 from transformers import AutoModelForCausalLM
 
-from dflash_nb.data.dataset import TokenDataset
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.target import FrozenTarget
+from dflash_nb.pipeline import evaluate
 from dflash_nb.pipeline import train as trainer
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.optimizer import make_optimizer
@@ -31,6 +33,20 @@ from dflash_nb.pipeline.optimizer import make_optimizer
 PROMPT = 6
 EDGES = (24, 40, 64)
 UNUSED = (0, 1)  # tokens that the language does not have: what a poisoned sample is made of
+SAMPLE = {
+    "dataset": "sample",
+    "target": "sample",
+    "buckets": "32,64",
+    "max_length": 96,
+    "too_long": "drop",
+    "anchors": 8,
+    "optimizer": "muon",
+    "learning_rate": 1e-3,
+    "max_steps": 100,
+    "eval_rows": 8,
+    "eval_prompts": 1,
+    "eval_tokens": 8,
+}
 JUMP = 0.1  # how often a text leaves the chain
 
 
@@ -122,9 +138,12 @@ def write_rows(folder: Path, split: str, rows: list[np.ndarray]) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run to make: settings, the data, and what is replaced while it runs. ``finish`` gets the folder when the run has ended."""
+    """A run to make: settings, the data, and what is replaced while it runs. ``finish`` gets the folder when the run has ended.
 
-    world: World
+    Without a ``world`` the settings name the dataset and the target.
+    """
+
+    world: World | None
     settings: dict = field(default_factory=dict)
     data: str = "plain"
     change: Callable[[list[np.ndarray]], None] | None = None
@@ -134,9 +153,10 @@ class Trained:
     finish: Callable[[Path, TrainConfig], None] | None = None
 
     def config(self, folder: Path) -> TrainConfig:
+        world = self.world
+        own = {"dataset": str(world.dataset(self.data, self.change, self.count)), "target": str(world.target)} if world else {}
         values = {
-            "dataset": str(self.world.dataset(self.data, self.change, self.count)),
-            "target": str(self.world.target),
+            **own,
             "runs_dir": str(folder.parent),
             "run_name": folder.name,
             "buckets": ",".join(map(str, EDGES)),
@@ -154,6 +174,7 @@ class Trained:
             "checkpoint_every": 0,
             "log_every": 600.0,
             "device": "cpu",
+            "optimizer": "adamw",
             "threads": 1,
         }
         return TrainConfig(**{**values, **self.settings})
@@ -172,47 +193,62 @@ class Trained:
 
 
 @contextlib.contextmanager
-def frozen(after: int = 0) -> Iterator[None]:
-    """The optimiser's steps do nothing once ``after`` of them were made."""
+def stepping(step: Callable[[torch.optim.Optimizer, Callable, int], None]) -> Iterator[None]:
+    """The optimiser's n-th step is ``step(optimizer, its real step, n)``."""
 
     def make(*arguments):
         optimizer, made = make_optimizer(*arguments), [0]
         real = optimizer.step
 
-        def step(*_):
+        def counted(*_):
             made[0] += 1
-            return real() if made[0] <= after else None
+            step(optimizer, real, made[0])
 
-        optimizer.step = step
+        optimizer.step = counted
         return optimizer
 
     with mock.patch.object(trainer, "make_optimizer", make):
         yield
 
 
+def frozen() -> contextlib.AbstractContextManager:
+    """The optimiser's steps do nothing."""
+    return stepping(lambda optimizer, real, made: None)
+
+
+def weight_lost(after: int) -> contextlib.AbstractContextManager:
+    """A row of weights becomes NaN once ``after`` steps were made."""
+
+    def step(optimizer, real, made):
+        real()
+        if made == after:
+            optimizer.param_groups[0]["params"][0].data[0] = float("nan")
+
+    return stepping(step)
+
+
 @contextlib.contextmanager
-def slow_target(seconds: float, after: int = 0) -> Iterator[None]:
-    """A target that takes ``seconds`` longer for a batch, from its ``after``-th batch on."""
-    compute, made = FrozenTarget.features, [0]
+def rate_raised(after: int, factor: float) -> Iterator[None]:
+    """A schedule that multiplies the rate by ``factor`` once ``after`` steps were made."""
+    planned = trainer.Job.learning_rate
 
-    def late(self, batch):
-        made[0] += 1
-        time.sleep(seconds if made[0] > after else 0)
-        return compute(self, batch)
+    def wrong(self, step):
+        return planned(self, step) * (factor if step > after else 1.0)
 
-    with mock.patch.object(FrozenTarget, "features", late):
+    with mock.patch.object(trainer.Job, "learning_rate", wrong):
         yield
 
 
 @contextlib.contextmanager
-def slow_reading(seconds: float) -> Iterator[None]:
-    collate = TokenDataset.collate
+def slow_target(seconds: float) -> Iterator[None]:
+    """A target that takes ``seconds`` longer for a batch."""
+    compute = FrozenTarget.features
 
-    def late(self, *arguments, **named):
+    def late(self, batch):
         time.sleep(seconds)
-        return collate(self, *arguments, **named)
+        return compute(self, batch)
 
-    with mock.patch.object(TokenDataset, "collate", late):
+    with mock.patch.object(FrozenTarget, "features", late):
         yield
 
 
@@ -229,17 +265,19 @@ def future_leaks(tokens: int = 4) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def not_finite_at(batch_number: int) -> Iterator[None]:
-    compute, made = FrozenTarget.features, [0]
+def other_mask_token() -> Iterator[None]:
+    """Decoding fills the slots with another token than training did."""
+    measure = evaluate.measure_tau
 
-    def broken(self, batch):
-        features = compute(self, batch)
-        made[0] += 1
-        if made[0] == batch_number:
-            features.features_ND[0] = float("inf")
-        return features
+    def wrong(target, drafter, *arguments, **named):
+        trained = drafter.config
+        drafter.config = replace(trained, mask_token_id=UNUSED[0])
+        try:
+            return measure(target, drafter, *arguments, **named)
+        finally:
+            drafter.config = trained
 
-    with mock.patch.object(FrozenTarget, "features", broken):
+    with mock.patch.object(evaluate, "measure_tau", wrong):
         yield
 
 
@@ -256,26 +294,25 @@ def interrupted_after(step: int) -> Iterator[None]:
         yield
 
 
-def resume(folder: Path, _: TrainConfig, lose: str = "") -> None:
-    """Continue a run from its checkpoint; with ``lose`` without its ``moments`` or without its ``weights``, as a broken restore would."""
+def resume(folder: Path, _: TrainConfig, lose_weights: bool = False) -> None:
+    """Continue a run from its checkpoint; with ``lose_weights`` as a broken restore would."""
 
     def restore(path, module, optimizer):
         before = {name: value.clone() for name, value in module.state_dict().items()}
         trainer_restore(path, module, optimizer)
-        if lose == "weights":
+        if lose_weights:
             module.load_state_dict(before)
-        optimizer.state.clear()
 
     trainer_restore = trainer.restore
-    with mock.patch.object(trainer, "restore", restore if lose else trainer_restore), contextlib.redirect_stdout(None):
+    with mock.patch.object(trainer, "restore", restore), contextlib.redirect_stdout(None):
         trainer.train(TrainConfig(resume=str(folder)))
 
 
-def resume_from_older(folder: Path, config: TrainConfig, lose: str = "") -> None:
+def resume_from_older(folder: Path, config: TrainConfig) -> None:
     """As ``resume``, from the checkpoint before the last one, as after ``kill -9``: some steps are made twice."""
     newest = max((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
     shutil.rmtree(newest)
-    resume(folder, config, lose)
+    resume(folder, config)
 
 
 def cut(folder: Path, _: TrainConfig) -> None:
@@ -307,103 +344,68 @@ def longest_row(world: World, among: int) -> int:
     return int(np.argmax([len(row) for row in world.rows[:among]]))
 
 
-def seeded(world: World, offset: int, settings: dict | None = None, **rest) -> Trained:
-    settings = settings or {}
-    return Trained(world, {**settings, "seed": settings.get("seed", 0) + offset}, **rest)
+def labelled(kind: str, name: str, made: Trained) -> Case:
+    return Case(f"real, {name}" if kind == "healthy" else f"real, {kind}: {name}", kind, made)
 
 
-def real_cases(world: World, half: int = 0) -> list[Case]:
-    """The runs of one half; the second half has other seeds, and should be given another world."""
-    run = partial(seeded, world, 100 * half)
-    few = 240
-    poison = longest_row(world, few)
-    constant = {"decay": "constant"}
-    healthy = {
-        "bucketed": run(),
-        "bucketed, seed 1": run({"seed": 1}),
-        "bucketed, uniform order": run({"seed": 2, "order": "uniform"}),
-        "random": run({"strategy": "random"}),
-        "random, seed 1": run({"strategy": "random", "seed": 1}),
-        "pooled": run({"strategy": "pooled"}),
-        "accumulation": run({"accumulation": 4, "max_steps": 80}),
-        "automatic buckets": run({"buckets": "auto", "seed": 3}),
-        "constant rate": run({**constant, "seed": 4}),
-        "linear decay, low end": run({"decay": "linear", "min_lr_ratio": 0.0, "seed": 5}),
-        "evaluated on the way": run({"eval_every": 60, "seed": 6}),
-        "one short epoch": run({"epochs": 1, "max_steps": 60, "seed": 7}),
-        "twenty steps": run({"max_steps": 20, "seed": 8}),
-        "interrupted and resumed": run({"seed": 9}, fault=partial(interrupted_after, 120), ends=KeyboardInterrupt, finish=resume),
-        "killed and resumed": run(
-            {"seed": 10, "checkpoint_every": 50, "keep_checkpoints": 3},
-            fault=partial(interrupted_after, 120),
-            ends=KeyboardInterrupt,
-            finish=resume_from_older,
-        ),
-        "one bucket": run({"buckets": "auto:1", "seed": 11}),
-        "D-PACE": run({"objective": "dpace", "seed": 12}),
-    }
-    cases = [Case(f"real, {name}", "healthy", made) for name, made in healthy.items()]
+def sample_cases(half: int = 0) -> list[Case]:
+    """Runs on the embedded sample; the second half has other seeds."""
+    cases = []
 
-    def add(kind: str, name: str, made: Trained) -> None:
-        cases.append(Case(f"real, {kind}: {name}", kind, made))
+    def add(kind: str, name: str, settings: dict | None = None, seed: int = 0, **rest) -> None:
+        settings = {**SAMPLE, **(settings or {}), "seed": 100 * half + seed}
+        cases.append(labelled(kind, f"{name}, on the sample", Trained(None, settings, **rest)))
 
-    add("static composition", "sorted", run({"strategy": "sorted"}))
-    add("static composition", "sorted, seed 1", run({"strategy": "sorted", "seed": 1}))
+    twice = {"checkpoint_every": 25, "keep_checkpoints": 3}
+    cut_at_60 = {"fault": partial(interrupted_after, 60), "ends": KeyboardInterrupt}
+    add("healthy", "bucketed")
+    add("healthy", "random", {"strategy": "random"}, seed=1)
+    add("healthy", "killed and resumed", twice, seed=2, finish=resume_from_older, **cut_at_60)
+    add("static composition", "sorted", {"strategy": "sorted"})
+    adamw = {"optimizer": "adamw"}  # Muon learns at thirty times this rate
+    add("rate too high", "x 30", {**adamw, "learning_rate": 30 * SAMPLE["learning_rate"]})
+    add("rate too low", "/ 100", {"learning_rate": SAMPLE["learning_rate"] / 100})
+    add("nothing learned", "frozen drafter", fault=frozen)
+    add("not finite", "a weight is NaN", fault=partial(weight_lost, 50), ends=FloatingPointError)
+    add("starved", "throttled target", {"max_steps": 24}, fault=partial(slow_target, 4.0))
+    add("not finished", "killed", finish=cut, **cut_at_60)
+    return cases
+
+
+def world_cases(world: World, half: int = 0) -> list[Case]:
+    """Runs of a tiny target; the second half has other seeds, and should be given another world."""
+    few = 600
+    cases = []
+
+    def add(kind: str, name: str, settings: dict | None = None, seed: int = 0, **rest) -> None:
+        cases.append(labelled(kind, name, Trained(world, {**(settings or {}), "seed": 100 * half + seed}, **rest)))
+
+    stopped = {"ends": KeyboardInterrupt}
+    add("healthy", "bucketed")
+    add("healthy", "pooled", {"strategy": "pooled"}, seed=1)
+    add("healthy", "constant rate, D-PACE", {"decay": "constant", "objective": "dpace"}, seed=2)
+    add("healthy", "twenty steps", {"max_steps": 20}, seed=3)
+    add("warm-up", "half of it", {"warmup": 300, "max_steps": 1000}, seed=4, fault=partial(interrupted_after, 120), **stopped)
+    add("divergence", "rate x 1000 on the way", fault=partial(rate_raised, 160, 1000.0))
+    add("group does not learn", "labels of 40 to 63 tokens shuffled", data="shuffled", change=shuffled_labels(40, 64))
     add(
-        "warm-up",
-        "half of the run",
-        run({"warmup": 400, "max_steps": 1000, "seed": 13}, fault=partial(interrupted_after, 150), ends=KeyboardInterrupt),
+        "spikes",
+        "a poisoned sample",
+        {"epochs": 20, "max_steps": 400, "learning_rate": 6e-3},
+        data="poisoned",
+        change=poisoned(longest_row(world, few)),
+        count=few,
     )
-    add("divergence", "rate x 30", run({"learning_rate": 6e-2}))
-    add("divergence", "rate x 30, no clipping", run({"learning_rate": 6e-2, "grad_clip": 0.0, "seed": 1}))
-    add("divergence", "rate x 30, constant", run({"learning_rate": 6e-2, "seed": 2, **constant}))
-    add("rate too low", "rate / 100", run({"learning_rate": 2e-5}))
-    add("rate too low", "rate / 100, seed 1", run({"learning_rate": 2e-5, "seed": 1}))
-    add("rate too low", "rate / 1000", run({"learning_rate": 2e-6}))
-    add("nothing learned", "frozen drafter", run(fault=frozen))
-    add("nothing learned", "frozen drafter, random batches", run({"strategy": "random", "seed": 1}, fault=frozen))
-    add("plateau", "frozen on the way", run({**constant, "max_steps": 600, "seed": 1}, fault=partial(frozen, 150)))
-    add("group does not learn", "labels of 40 to 63 tokens", run(data="shuffled", change=shuffled_labels(40, 64)))
-    add("group does not learn", "labels of 24 to 39 tokens", run({"seed": 1}, data="shuffled-short", change=shuffled_labels(24, 40)))
-    add("spikes", "a poisoned sample", run({"epochs": 20}, data="poisoned", change=poisoned(poison), count=few))
-    add("spikes", "a poisoned sample, seed 1", run({"epochs": 20, "seed": 1}, data="poisoned", change=poisoned(poison), count=few))
-    add("later slots do not learn", "decay hides them", run({"gamma": 0.05}))
-    add("decoding accepts nothing", "wrong mask", run(fault=future_leaks))
-    add("decoding accepts nothing", "wrong mask, seed 1", run({"seed": 1}, fault=future_leaks))
-    add(
-        "held-out drifts",
-        "thirty rows",
-        run({"epochs": 200, "max_steps": 480, "eval_every": 60, "learning_rate": 4e-3}, data="tiny", count=30),
-    )
-    add(
-        "held-out drifts",
-        "sixty rows",
-        run({"epochs": 200, "max_steps": 600, "eval_every": 60, "learning_rate": 4e-3, "seed": 1}, data="tiny-60", count=60),
-    )
-    add("starved", "slow target", run({"max_steps": 100}, fault=partial(slow_target, 0.3)))
-    add("starved", "slow reading", run({"max_steps": 100, "seed": 1}, fault=partial(slow_reading, 0.3)))
-    add("slower", "target slows down", run({"max_steps": 160}, fault=partial(slow_target, 0.4, 100)))
-    add(
-        "not finished",
-        "killed",
-        run({"max_steps": 1000, "warmup": 20}, fault=partial(interrupted_after, 130), ends=KeyboardInterrupt, finish=cut),
-    )
-    add("not finite", "infinite features", run({"seed": 1}, fault=partial(not_finite_at, 130), ends=FloatingPointError))
-    add("always clipped", "limit 0.01", run({"grad_clip": 0.01}))
-    kept = {"checkpoint_every": 50, "keep_checkpoints": 3}
-    add(
-        "resume jump",
-        "moments lost",
-        run(
-            {**kept, "seed": 2},
-            fault=partial(interrupted_after, 120),
-            ends=KeyboardInterrupt,
-            finish=partial(resume_from_older, lose="moments"),
-        ),
-    )
+    add("later slots do not learn", "decay hides them", {"gamma": 0.05})
+    add("decoding accepts nothing", "wrong mask", fault=future_leaks)
+    add("decoding accepts nothing", "wrong mask token", fault=other_mask_token)
+    by_heart = {"epochs": 200, "max_steps": 320, "eval_every": 40, "learning_rate": 4e-3}
+    add("held-out drifts", "thirty rows", by_heart, data="thirty", count=30)
     add(
         "resume jump",
         "weights lost",
-        run({"seed": 3}, fault=partial(interrupted_after, 150), ends=KeyboardInterrupt, finish=partial(resume, lose="weights")),
+        fault=partial(interrupted_after, 100),
+        finish=partial(resume, lose_weights=True),
+        **stopped,
     )
     return cases

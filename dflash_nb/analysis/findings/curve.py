@@ -13,7 +13,8 @@ SURE = 6.0  # standard errors of a rise that stops a run
 FAR_OVER = 10.0  # median gradient norm over its limit from which clipping is more than a scale, which AdamW ignores
 STANDSTILL = 0.01  # fall over half of a run that counts as none, as a share of the loss (and a third of that of the whole fall)
 STRAIGHT = 0.4  # least fall a unit of summed rate, second half over first, of a loss that falls in a straight line
-SLOW_RATE = 1e-4  # AdamW peak rates below this are unusual for a drafter; published ones are 6e-4 and above
+SLOW_RATE, FAST_RATE = 1e-4, 1e-2  # peak rates beyond these are unusual for a drafter, AdamW or Muon
+USUAL_RATE = "published drafters train with AdamW at 6e-4, this project's sample with Muon at 5e-3"
 
 
 def not_finite(log: Log) -> Finding | None:
@@ -90,7 +91,9 @@ def nothing_learned(log: Log) -> Finding | None:
     moved = float(np.ptp(medians))
     x = np.linspace(-1, 1, len(loss))
     pace = abs(float(x @ (loss - np.median(loss)))) / (max(noise, 1e-12) * float(np.sqrt(x @ x)))  # slope in standard errors
-    if pace > SURE or moved > max(SURE * error, 0.002 * abs(medians[0])) or moved > 0.05 * abs(medians[0]):
+    logged = log.run.steps["loss"][np.isfinite(log.run.steps["loss"])]
+    fell_at_once = logged[0] - logged[10:].max() > noise  # a level cannot be told for one batch, so as logged
+    if fell_at_once or pace > SURE or moved > max(SURE * error, 0.002 * abs(medians[0])) or moved > 0.05 * abs(medians[0]):
         return None
     return Finding(
         "nothing learned",
@@ -129,11 +132,34 @@ def rate_too_low(log: Log) -> Finding | None:
         (
             f"fall from the first third after warm-up to the second {early[0]:.4f} ± {2 * early[1]:.4f}",
             f"and from the second to the last {late[0]:.4f} ± {2 * late[1]:.4f}",
-            "published drafters train with AdamW at 6e-4",
+            USUAL_RATE,
         ),
         0.9,
         step[warm:],
-        "Raise learning_rate ten times (6e-4 to 1e-3 is usual) and start again",
+        "Raise learning_rate ten times (6e-4 to 5e-3 is usual) and start again",
+    )
+
+
+def rate_too_high(log: Log) -> Finding | None:
+    """A rate far above the usual ones, and a loss that hardly falls after its first steps."""
+    loss, step = _adjusted(log)
+    after = loss[min(log.phase.warmup_steps, len(loss)) :]
+    if len(after) < 60 or not log.phase.peak > FAST_RATE:
+        return None
+    first, middle, last = (float(np.median(part)) for part in np.array_split(after, 3))
+    accepted = median_of(log.run.steps["acceptance"][-max(20, len(loss) // 5) :])
+    if first - last > 0.15 * first or accepted > 1.1:
+        return None
+    evidence = [f"medians of the thirds after warm-up: {first:.3f}, {middle:.3f}, {last:.3f}", USUAL_RATE]
+    evidence += [f"acceptance {accepted:.2f}"] if np.isfinite(accepted) else []
+    return Finding(
+        "rate too high",
+        Severity.LOOK,
+        f"The learning rate, {log.phase.peak:.1e} at its peak, is high, and the loss hardly falls: {first:.2f} to {last:.2f}",
+        tuple(evidence),
+        0.9,
+        step[-len(after) :],
+        "Lower learning_rate (6e-4 to 5e-3 is usual) and start again",
     )
 
 
@@ -260,7 +286,6 @@ def _median_error(values: np.ndarray) -> float:
 
 def _same_lengths(log: Log, step: np.ndarray, best_at: int, window: int) -> bool:
     """Whether the steps around the best and the last ones hold like lengths; where they do not, a rise may be composition."""
-    at, group = log.parts.group_M, log.run.batches["at"]
     at, group = log.run.batches["at"], log.parts.group_M
     where = np.searchsorted(log.step_N, [step[max(0, best_at - window // 2)], step[min(len(step) - 1, best_at + window // 2)]])
     count = len(log.parts.groups)

@@ -11,6 +11,7 @@ MATTERS = 0.04  # fall of the others, as a share of the loss, from which it says
 SURE = 4.0  # standard errors; many ranges and times are asked
 LEAST_BATCHES = 5
 STANDS_STILL, FALLS_ON, FAR_APART = 0.05, 0.1, 0.15  # of the loss: held-out fall that is none, training fall that is one, a wide gap
+DECODED = 0.12  # tokens that decoding accepts over those that blocks of text do
 SLOT_LEARNED_LITTLE = 0.1  # rise of a slot's accuracy over the first slot's
 
 
@@ -142,15 +143,15 @@ def acceptance_stuck(log: Log) -> Finding | None:
             log.step_N,
             "Stop. Labels and slots are shifted against each other: slot k must predict the token k places after the anchor",
         )
-    if taus and taus[-1][1] < 1.1 and now > 1.8:
+    if taus and now > 1.8 and taus[-1][1] - 1 < DECODED * (now - 1):
         return Finding(
             "decoding accepts nothing",
             Severity.STOP,
-            f"Decoding accepts nothing (tau {taus[-1][1]:.2f}) although blocks of text are accepted for {now:.2f} tokens",
+            f"Decoding accepts next to nothing (tau {taus[-1][1]:.2f}) although blocks of text are accepted for {now:.2f} tokens",
             (f"training blocks {now:.2f}", *(f"tau {tau:.2f} at step {step:,}" for step, tau in taus[-3:])),
             0.95,
             np.array([step for step, _ in taus]),
-            "Stop. Training sees what decoding does not: a block sees its own future, or the target would not write these texts",
+            "Stop. Training sees what decoding does not: its own future, another mask token, or texts that the target would not write",
         )
     return None
 

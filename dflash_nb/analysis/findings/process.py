@@ -187,7 +187,7 @@ def starved(log: Log) -> Finding | None:
     if share < 0.3:
         return None
     prefetch = steps["q_prefetch"][skip:]
-    reading = bool(np.isfinite(prefetch).any() and median_of(prefetch) == 0)
+    reading = bool(np.nansum(steps["seconds_fetch"]) > np.nansum(steps["seconds_target"]))
     side = "reading and collating" if reading else "the target"
     return Finding(
         "starved",
@@ -195,6 +195,7 @@ def starved(log: Log) -> Finding | None:
         f"The drafter waited {share:.0%} of the time: {side} limits the speed",
         (
             f"{total * share / 60:,.1f} of {total / 60:,.1f} minutes waited",
+            f"reading took {np.nansum(steps['seconds_fetch']):,.1f} s, the target {np.nansum(steps['seconds_target']):,.1f} s; "
             f"q_prefetch median {median_of(prefetch):.0f}, q_hs median {median_of(steps['q_hs'][skip:]):.0f}",
         ),
         1.0,
