@@ -89,8 +89,8 @@ class Advice:
             row = {
                 "topology": f"{each.workers}-1",
                 "real tokens/s": round(each.tokens_per_second),
-                "targets busy %": round(100 * each.target_busy),
-                "drafter busy %": round(100 * each.drafter_busy),
+                "targets busy %": round(100 * min(each.target_busy, 1.0)),
+                "drafter busy %": round(100 * min(each.drafter_busy, 1.0)),
             }
             if each.tokens_per_joule is not None:
                 row["tokens/J"] = each.tokens_per_joule

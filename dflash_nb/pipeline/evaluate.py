@@ -37,7 +37,7 @@ def evaluate(
     included, over greedy decoding of ``prompts`` prompts.
     """
     started = time.perf_counter()
-    order = np.random.default_rng([settings.seed, 0]).permutation(np.flatnonzero(heldout.n_supervised > 0))
+    order = heldout_order(heldout, settings.seed)
     result = _on_texts(target, drafter, head, heldout, order[:rows], settings, boundaries, token_budget)
     tau = None
     if texts := heldout_prompts(heldout, order, prompts, min(LONGEST_PROMPT, target.info.max_positions - new_tokens)):
@@ -48,6 +48,11 @@ def evaluate(
         "tau_passes": tau.passes if tau else 0,
         "seconds": time.perf_counter() - started,
     }
+
+
+def heldout_order(heldout: TokenDataset, seed: int) -> np.ndarray:
+    """The rows with something supervised, in the order in which evaluations take them."""
+    return np.random.default_rng([seed, 0]).permutation(np.flatnonzero(heldout.n_supervised > 0))
 
 
 def heldout_prompts(heldout: TokenDataset, order: np.ndarray, count: int, longest: int) -> list[list[int]]:

@@ -1,0 +1,103 @@
+"""Tau of a run's last checkpoint over as many held-out prompts as wanted, with its uncertainty.
+
+    python -m dflash_nb.pipeline.tau runs/NAME --prompts 500
+
+Evaluations during training decode a few prompts; their tau wanders by a few hundredths from one draw of prompts to the next. Here the
+interval comes from the prompts themselves: a bootstrap over prompts of the ratio tokens / passes (2,000 draws, 95 %). Prompts are those of
+the run's own evaluations first, in the same order.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+
+from dflash_nb.home import user_path
+from dflash_nb.model.decode import measure_tau
+from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.pipeline.checkpoint import WEIGHTS, CheckpointError, newest_checkpoint
+from dflash_nb.pipeline.config import saved_config
+from dflash_nb.pipeline.evaluate import LONGEST_PROMPT, heldout_order, heldout_prompts
+from dflash_nb.pipeline.job import prepare_job
+from dflash_nb.pipeline.local import load_targets
+
+SECONDS_BETWEEN_LINES = 5.0
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class MeasuredTau:
+    """Tokens a verification pass, the bonus included, and the 95 % interval of it over draws of prompts."""
+
+    tau: float
+    low: float
+    high: float
+    prompts: int
+    passes: int
+    seconds: float
+
+    def text(self) -> str:
+        return (
+            f"tau {self.tau:.3f} ({self.low:.3f} to {self.high:.3f}, 95 %) "
+            f"over {self.prompts:,} held-out prompts and {self.passes:,} passes, {self.seconds:,.0f} s"
+        )
+
+
+def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.0) -> MeasuredTau:
+    """Decode held-out prompts with the newest good checkpoint of ``run``; prints a line now and then.
+
+    Raises ValueError for a run without checkpoint or held-out prompts, ParameterError for a folder that is no run.
+    """
+    if prompts < 1 or new_tokens < 2:
+        raise ValueError(f"prompts is {prompts} and new_tokens {new_tokens}; at least 1 and 2 are needed")
+    config = saved_config(run)
+    found = newest_checkpoint(run / "checkpoints", lambda error: print(f"passed over: {error}", flush=True))
+    if found is None:
+        raise ValueError(f"{run} has no checkpoint yet; wait for its first one, or give checkpoint_every a smaller number")
+    job = prepare_job(config)
+    target = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype)[0]
+    drafter = DFlashDrafter(job.drafter)
+    drafter.load_state_dict(load_file(found[0] / WEIGHTS))
+    drafter.to(job.placement.drafter)
+    longest = min(LONGEST_PROMPT, job.info.max_positions - new_tokens)
+    texts = heldout_prompts(job.heldout, heldout_order(job.heldout, config.seed), prompts, longest)
+    if not texts:
+        raise ValueError(f"{config.dataset} has no held-out prompt of 1 to {longest} tokens")
+    print(f"{found[0]}: {len(texts):,} prompts, at most {new_tokens} tokens each", flush=True)
+    head, started = target.head(job.placement.drafter), time.monotonic()
+    said, tokens, passes = started, [], []
+    for done, text in enumerate(texts, 1):
+        one = measure_tau(target, drafter, [text], new_tokens, temperature, seed=done, head=head)
+        tokens.append(one.tokens)
+        passes.append(one.passes)
+        if (now := time.monotonic()) - said > SECONDS_BETWEEN_LINES:
+            said = now
+            so_far, left = sum(tokens) / max(1, sum(passes)), (now - started) * (len(texts) / done - 1)
+            print(f"{done:,} of {len(texts):,} prompts, tau {so_far:.3f} so far, {left:,.0f} s to go", flush=True)
+    if not sum(passes):
+        raise ValueError("every text ended with its first token, so nothing was drafted")
+    drawn = np.random.default_rng(0).integers(0, len(texts), (DRAWS, len(texts)))
+    taus = np.array(tokens)[drawn].sum(1) / np.maximum(np.array(passes)[drawn].sum(1), 1)
+    low, high = np.quantile(taus, (0.025, 0.975))
+    return MeasuredTau(sum(tokens) / sum(passes), float(low), float(high), len(texts), sum(passes), time.monotonic() - started)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dflash_nb.pipeline.tau", description="Tau of a run's last checkpoint.")
+    parser.add_argument("run", type=user_path, help="run folder")
+    parser.add_argument("--prompts", type=int, default=200, help="held-out prompts (default: 200)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for a prompt (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding (default), else sampling")
+    try:
+        print(tau_of_run(**vars(parser.parse_args(arguments))).text(), flush=True)
+    except (ValueError, OSError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
