@@ -137,8 +137,8 @@ class ContextCache:
 class DFlashDrafter(nn.Module):
     """Parameters are named as in the published `model.safetensors`; there are no buffers.
 
-    Matrices start at a standard deviation of 0.02. After 240 steps on the sample the held-out loss is 5.45; it is 5.57 from 0.04, 5.61
-    from 1/sqrt(inputs), and 5.58 where the projections that add to the residual start smaller with depth.
+    Matrices start at a standard deviation of 0.02. After 240 steps of AdamW on the sample the held-out loss is 5.45; it is 5.57 from
+    0.04, 5.61 from 1/sqrt(inputs), and 5.58 where the projections that add to the residual start smaller with depth.
     """
 
     def __init__(self, config: DrafterConfig):
