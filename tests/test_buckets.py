@@ -1,5 +1,6 @@
 """pytest tests/test_buckets.py"""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -18,7 +19,7 @@ from dflash_nb.planner.buckets import (
     optimize_buckets,
     resolve_buckets,
 )
-from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.cost import CostModel, distinct_shapes
 from dflash_nb.planner.diversity import repeated_mates
 
 
@@ -72,7 +73,7 @@ def test_both_models_optimise(reference):
 
 
 def test_time_is_an_objective_of_its_own(reference):
-    cost = CostModel(target=(0.5, 1e-5, 2e-8))
+    cost = CostModel(target=(0.5, 1e-5, 2e-8, 0), transfer=(0, 0))
     by_time = optimize_buckets(reference, 4, objective="time", cost=cost)
     by_padding = optimize_buckets(reference, 4)
     assert by_time.objective == "time" and by_time.boundaries != by_padding.boundaries
@@ -91,7 +92,8 @@ def test_no_split_has_a_faster_slowest_stage():
     for _ in range(60):
         lengths = np.sort(rng.choice(np.arange(1, 301), rng.integers(3, 10), replace=False))
         histogram = LengthHistogram.from_counts(lengths, rng.integers(1, 400, len(lengths)))
-        cost = CostModel(target=(0.01, 1e-4, 1e-6), drafter=(rng.uniform(0.01, 0.06), 0, 1e-5, 1e-7), slots_per_row=64, target_workers=2)
+        drafter = (rng.uniform(0.01, 0.06), 0, 0, 1e-5, 1e-7)
+        cost = CostModel(target=(0.01, 1e-4, 1e-6, 0), drafter=drafter, slots_per_row=64, target_workers=2)
         plan = optimize_buckets(histogram, 3, 1000, 20, objective="time", cost=cost, grid=1)
         splits = [(0, *(lengths[list(inner)] + 1), lengths[-1] + 1) for inner in combinations(range(len(lengths) - 1), 2)]
         plans = [evaluate_buckets(histogram, split, 1000, 20) for split in splits]
@@ -99,6 +101,42 @@ def test_no_split_has_a_faster_slowest_stage():
         assert max(plan.why["seconds"].values()) == pytest.approx(fastest, rel=1e-9)
         slowest.append(max(plan.why["seconds"], key=plan.why["seconds"].get))
     assert {"target", "drafter"} == set(slowest)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 32])
+def test_what_new_shapes_cost_is_part_of_the_fastest_cuts(pad_multiple):
+    """Brute force over every split into up to four buckets; in some cases other cuts than without that cost."""
+    rng, moved = np.random.default_rng(1), 0
+    for _ in range(25):
+        lengths = np.sort(rng.choice(np.arange(1, 301), rng.integers(4, 9), replace=False))
+        histogram = LengthHistogram.from_counts(lengths, rng.integers(1, 400, len(lengths)))
+        cost = CostModel(target=(0.01, 1e-4, 1e-6, 0), drafter=(0, 0, 0, 0, 0), target_workers=1, shape=rng.choice([0.003, 0.1, 2.0]))
+        limits = (1000, 20, pad_multiple)
+        plan = optimize_buckets(histogram, 4, *limits, objective="time", cost=cost, grid=1)
+        padded_ends = np.flatnonzero(np.diff(-(-lengths // pad_multiple)) > 0)  # a cut inside one padded length gains nothing
+        splits = [
+            (0, *(lengths[list(inner)] + 1), lengths[-1] + 1) for cuts in range(4) for inner in combinations(padded_ends.tolist(), cuts)
+        ]
+        plans = [evaluate_buckets(histogram, split, *limits) for split in splits]
+        fastest = min(max(expected_seconds(histogram, other, cost).values()) for other in plans)
+        assert max(plan.why["seconds"].values()) == pytest.approx(fastest, rel=1e-9)
+        free = optimize_buckets(histogram, 4, *limits, objective="time", cost=replace(cost, shape=0.0), grid=1)
+        moved += free.boundaries != plan.boundaries
+    assert moved
+
+
+def test_expected_shapes_are_those_of_real_plans():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(4000, rng.lognormal(6, 0.8, 20_000).astype(int) + 30)
+    histogram = LengthHistogram.from_lengths(lengths)
+    found = []
+    for pad_multiple in (1, 64, 256):
+        cuts = optimize_buckets(histogram, 8, 16384, 32, pad_multiple)
+        free, paid = (CostModel(shape=shape) for shape in (0.0, 1.0))
+        expected = expected_seconds(histogram, cuts, paid)["target"] - expected_seconds(histogram, cuts, free)["target"]
+        plan = plan_epoch(lengths, boundaries=cuts.boundaries, token_budget=16384, max_batch=32, pad_multiple=pad_multiple)
+        found.append(expected / distinct_shapes(plan))
+    assert np.abs(np.array(found) - 1).max() < 0.2, found
 
 
 def test_ties_give_fewer_buckets():

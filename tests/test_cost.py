@@ -1,6 +1,6 @@
 """The cost model: terms, JSON, and the reference run's speeds that the assumed coefficients come from."""
 
-import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,16 +8,19 @@ import pytest
 from dflash_nb.data.lengths import read_histogram
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES, optimize_buckets
-from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.cost import CostError, CostModel, distinct_shapes
+from dflash_nb.planner.timeline import Pipeline, plan_timeline
 
 
 def test_terms_add_up_and_shapes_broadcast():
-    cost = CostModel(target=(1, 2, 3), transfer=(4, 5), drafter=(6, 7, 8, 9), slots_per_row=10, target_workers=2)
-    assert cost.target_seconds(2, 5) == 1 + 2 * 10 + 3 * 10 * 5
+    cost = CostModel(fetch=(1, 1, 1), target=(1, 2, 3, 4), transfer=(4, 5), drafter=(6, 7, 8, 9, 10), slots_per_row=10, target_workers=2)
+    assert cost.fetch_seconds(2, 10) == 1 + 2 + 10
+    assert cost.target_seconds(2, 5) == 1 + 2 * 10 + 3 * 10 * 5 + 4 * 5
     assert cost.transfer_seconds(10) == 4 + 5 * 10
-    assert cost.drafter_seconds(2, 20, 5) == 6 + 7 * 2 + 8 * 20 + 9 * 20 * 5
-    assert cost.batch_seconds(2, 5, "target") == cost.target_seconds(2, 5) / 2
-    assert cost.batch_seconds(2, 5, "drafter") == cost.drafter_seconds(2, 20, 5)
+    assert cost.drafter_seconds(2, 10, 20, 100) == 6 + 7 * 2 + 8 * 10 + 9 * 20 + 10 * 100
+    assert cost.batch_seconds(2, 5, "target") == (cost.target_seconds(2, 5) + cost.transfer_seconds(10)) / 2
+    assert cost.batch_seconds(2, 5, "drafter") == cost.drafter_seconds(2, 10, 20, 100)
+    assert replace(cost, step=3, accumulation=4).batch_seconds(2, 5, "drafter") == cost.drafter_seconds(2, 10, 20, 100) + 0.75
     assert cost.batch_seconds(np.array([[1], [2]]), np.array([3, 4, 5]), "target").shape == (2, 3)
     with pytest.raises(ValueError, match="target, transfer, drafter"):
         cost.batch_seconds(1, 1, "loss")
@@ -38,19 +41,6 @@ def test_the_assumed_model_gives_the_reference_runs_speeds(strategy, speed):
     assert lengths.sum() / seconds["pipeline"] == pytest.approx(speed, rel=0.01)
 
 
-def pipeline_seconds(cost, plan, lengths, in_flight):
-    """When the drafter is done, batch by batch: workers, one link and the drafter, with so many batches started and not yet drafted."""
-    target, transfer, drafter = (cost.plan_batch_seconds(plan, lengths, stage) for stage in cost.stages)
-    workers, begun, link, done = [0.0] * cost.target_workers, [], 0.0, 0.0
-    for batch in range(len(plan)):
-        free = max(heapq.heappop(workers), begun[batch - in_flight] if batch >= in_flight else 0.0)
-        heapq.heappush(workers, free + cost.target_workers * target[batch])
-        link = max(link, free + cost.target_workers * target[batch]) + transfer[batch]
-        begun.append(max(link, done))
-        done = begun[-1] + drafter[batch]
-    return done
-
-
 @pytest.mark.parametrize("slots_per_row", [512, 1024, 2048])
 def test_an_epoch_takes_what_its_slowest_stage_takes(slots_per_row):
     """The sum of each batch's slowest stage is no estimate: here it is 3 to 22 % above what a bounded window of batches takes."""
@@ -59,25 +49,55 @@ def test_an_epoch_takes_what_its_slowest_stage_takes(slots_per_row):
     cost = CostModel(slots_per_row=slots_per_row)
     plan = plan_epoch(lengths, boundaries=optimize_buckets(histogram, 32).boundaries)
     promised = cost.plan_seconds(plan, lengths)["pipeline"]
-    assert pipeline_seconds(cost, plan, lengths, 4 * cost.target_workers) == pytest.approx(promised, rel=0.01)
+    assert plan_timeline(cost, plan, lengths).seconds == pytest.approx(promised, rel=0.01)
     by_batch = np.maximum.reduce([cost.plan_batch_seconds(plan, lengths, stage) for stage in cost.stages]).sum()
     assert by_batch > 1.02 * promised
 
 
 def test_a_packed_row_attends_inside_its_documents():
     lengths = np.array([100, 300, 500, 100])
-    cost = CostModel(target=(0, 0, 1), target_workers=1, drafter=(0, 1, 0, 0), transfer=(0, 1))
+    cost = CostModel(target=(0, 0, 1, 0), target_workers=1, drafter=(0, 1, 0, 0, 0), transfer=(0, 0))
     plan = plan_epoch(lengths, "packed", token_budget=1000)
     assert cost.plan_batch_seconds(plan, lengths, "target") == pytest.approx([100**2 + 300**2 + 500**2 + 100**2])
     assert cost.plan_batch_seconds(plan, lengths, "drafter") == pytest.approx([4])
-    assert cost.plan_batch_seconds(plan, lengths, "transfer") == pytest.approx([1000])
     assert cost.plan_seconds(plan, lengths)["pipeline"] == pytest.approx(360_000)
 
 
 def test_the_plans_slots_come_before_the_models():
     lengths = np.full(4, 100)
     plan = plan_epoch(lengths, "random", slots_per_row=7)
-    assert CostModel(drafter=(0, 0, 1, 0)).plan_batch_seconds(plan, lengths, "drafter") == pytest.approx([28])
+    cost = CostModel(drafter=(0, 0, 0, 1, 0))
+    assert cost.plan_batch_seconds(plan, lengths, "drafter") == pytest.approx([28])
+    known = np.array([1, 2, 3, 4])
+    assert cost.plan_batch_seconds(plan, lengths, "drafter", known) == pytest.approx([10])
+
+
+def test_short_samples_draft_fewer_slots_and_the_drafter_sees_no_padding():
+    lengths = np.array([10, 1000])
+    cost = CostModel(drafter=(0, 0, 1, 1, 1), slots_per_row=256, slots_per_token=4.0)
+    assert cost.slots(lengths).tolist() == [40, 256]
+    plan = plan_epoch(lengths, "random", token_budget=2000)
+    assert len(plan) == 1 and plan.padded_tokens[0] == 2000
+    seconds = cost.plan_batch_seconds(plan, lengths, "drafter")
+    assert seconds == pytest.approx([1010 + 296 + 40 * 10 + 256 * 1000])
+
+
+def test_each_shape_is_paid_for_once_and_an_optimiser_step_once_a_window():
+    lengths = np.array([100] * 8 + [200] * 4)
+    plan = plan_epoch(lengths, boundaries=[0, 150, 201], token_budget=400, window=2)
+    assert len(plan) == 4 and distinct_shapes(plan) == 2
+    cost = CostModel(target=(0, 0, 0, 0), transfer=(0, 0), drafter=(0, 0, 0, 0, 0), target_workers=1, shape=5.0, step=7.0)
+    seconds = cost.plan_seconds(plan, lengths)
+    assert seconds["target"] == 10 and seconds["drafter"] == 14
+    assert plan_timeline(cost, plan, lengths, Pipeline(1)).seconds >= 14
+
+
+def test_a_model_is_refused_for_what_it_was_not_measured_on():
+    assert CostModel().require(target="anything") == CostModel()
+    measured = CostModel(source="measured on x", belongs_to={"target": "sample", "drafter": "2 layers"})
+    assert measured.require(target="sample") is measured
+    with pytest.raises(CostError, match="target 'sample', not 'smollm2'; drafter '2 layers', not '5 layers'"):
+        measured.require(target="smollm2", drafter="5 layers")
 
 
 def test_it_is_a_cost_for_cuts_by_time():
@@ -86,12 +106,12 @@ def test_it_is_a_cost_for_cuts_by_time():
 
 
 def test_json_round_trip_and_refusals(tmp_path):
-    cost = CostModel(target=(0.1, 0.2, 0.3), source="measured on a test", belongs_to={"target": "sample"})
+    cost = CostModel(target=(0.1, 0.2, 0.3, 0.0), source="measured on a test", belongs_to={"target": "sample"})
     cost.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == cost
     (tmp_path / "other.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match=r"other\.json: not a cost model"):
         CostModel.load(tmp_path / "other.json")
-    for wrong in ({"target": (1, 2)}, {"drafter": (1, 2, 3, -1)}, {"memory": (1, 2, float("nan"))}, {"target_workers": 0}):
+    for wrong in ({"target": (1, 2)}, {"drafter": (1, 2, 3, 4, -1)}, {"step": -1}, {"memory": (1, 2, float("nan"))}, {"target_workers": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CostModel(**wrong)

@@ -61,9 +61,14 @@ def test_buckets_draw(sample):
     cost = CostModel()
     seconds = expected_seconds(histogram, plan, cost)
     assert "assumed, not measured" in buckets.stage_times(cost, seconds, plan).finding
-    measured = replace(cost, source="measured on a test", target=(9.0, 0, 0))
+    measured = replace(cost, source="measured on a test", target=(9.0, 0, 0, 0))
     said = buckets.stage_times(measured, expected_seconds(histogram, plan, measured), plan).finding
     assert "(measured on a test)" in said and "assumed" not in said and "the target sets the pace" in said
+    points = {stage: [[1.0, 1.1], [2.0, 1.9]] for stage in ("target", "drafter")}
+    fitted = replace(measured, points=points, errors={stage: {"median": 0.047} for stage in points})
+    shown = buckets.stage_times(fitted, expected_seconds(histogram, plan, fitted), plan)
+    check(shown)
+    assert "off by 4.7 % in the median" in shown.finding
 
 
 @odd

@@ -9,6 +9,7 @@ from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import repeated_mates
 from dflash_nb.planner.simulate import coverage_check, probe_order, random_batch_waste, simulate, worst_batches
+from dflash_nb.planner.timeline import plan_timeline
 
 LENGTHS = np.random.default_rng(0).integers(65, 8192, 4000)
 
@@ -22,7 +23,7 @@ def test_a_row_is_what_the_planner_does():
     row = table[-1]
     assert row["efficiency"] == plans[0].efficiency and row["fill"] == plans[0].fill and row["batches"] == len(plans[0])
     assert row["repeated_mates"] == repeated_mates(*plans) and row["repeated_mates_noise"] == repeated_mates(*plans).noise
-    assert row["seconds"] == CostModel().plan_seconds(plans[0], LENGTHS)["pipeline"]
+    assert row["seconds"] == plan_timeline(CostModel(), plans[0], LENGTHS).seconds
     assert row["tokens_per_second"] == LENGTHS.sum() / row["seconds"] and row["cost"] == "assumed"
     assert row["excluded"] == {} and row["samples"] == 4000
 

@@ -118,4 +118,4 @@ class BucketPlan:
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:
-            raise BucketError(f"{path}: {error}") from error
+            raise BucketError(f"{path}: {error}. Make it again with notebook 01") from error

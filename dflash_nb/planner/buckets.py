@@ -75,7 +75,8 @@ def optimize_buckets(
     """The cuts with the lowest expected cost of all splits on the grid.
 
     count: how many buckets, or ``auto``: the rule is ``cuts.RULE``. There are fewer where the grid or the lengths allow no more.
-    objective: ``padding``, the padded tokens; or ``time``, the seconds of the slowest stage of ``cost``, a ``CostModel``.
+    objective: ``padding``, the padded tokens; or ``time``, the seconds of the slowest stage of ``cost``, a ``CostModel``, with what new
+        shapes cost; where these cost something, fewer buckets than ``count`` may be fastest and are taken.
     grid: a cut lies one above a multiple of this many tokens, 1 being every length. None: 32 tokens, less for lengths up to 1,024 and
         more above 16,384, so that short and very long data are cut as finely as their lengths ask for.
 
@@ -91,10 +92,11 @@ def optimize_buckets(
     grid = None if grid is None else whole("grid", grid)
     most = None if count == "auto" else whole("count, unless it is auto,", count)
 
-    def cheapest(batch_cost: BatchCost) -> tuple[Cuts, dict[str, Any]]:
+    def cheapest(batch_cost: BatchCost, shape_cost: float = 0.0) -> tuple[Cuts, dict[str, Any]]:
         if most is not None:
-            return best_cuts(histogram, most, limits, batch_cost, grid, model)[-1], {}
-        chosen, weighed = auto_cuts(histogram, limits, batch_cost, grid, model)
+            found = best_cuts(histogram, most, limits, batch_cost, grid, model, shape_cost)
+            return (min(found, key=lambda cuts: cuts.cost) if shape_cost else found[-1]), {}
+        chosen, weighed = auto_cuts(histogram, limits, batch_cost, grid, model, shape_cost)
         return chosen, {"rule": RULE, "weighed": weighed}
 
     chosen, why = cheapest(padded_tokens) if objective == "padding" else _fastest(cheapest, histogram, limits, cost, model)
@@ -112,13 +114,18 @@ def _stage_seconds(histogram: LengthHistogram, boundaries: tuple[int, ...], limi
     seconds = {}
     for stage in cost.stages:
         batch_cost = partial(cost.batch_seconds, stage=stage)
-        costs = epoch_costs(histogram.lengths, histogram.counts, splits, limits, batch_cost, model)
+        shape_cost = cost.shape_seconds(stage)
+        costs = epoch_costs(histogram.lengths, histogram.counts, splits, limits, batch_cost, model, shape_cost)
         seconds[stage] = sum(float(cost_L[-1]) for cost_L, _ in costs)
     return seconds
 
 
 def _fastest(
-    cheapest: Callable[[BatchCost], tuple[Cuts, dict[str, Any]]], histogram: LengthHistogram, limits: Limits, cost: Any, model: str
+    cheapest: Callable[[BatchCost, float], tuple[Cuts, dict[str, Any]]],
+    histogram: LengthHistogram,
+    limits: Limits,
+    cost: Any,
+    model: str,
 ) -> tuple[Cuts, dict[str, Any]]:
     """The cuts whose slowest stage takes least.
 
@@ -127,7 +134,7 @@ def _fastest(
     """
     found, stage = {}, cost.stages[0]
     while stage not in found:
-        chosen, why = cheapest(partial(cost.batch_seconds, stage=stage))
+        chosen, why = cheapest(partial(cost.batch_seconds, stage=stage), cost.shape_seconds(stage))
         seconds = _stage_seconds(histogram, chosen.boundaries, limits, cost, model)
         found[stage] = max(seconds.values()), chosen, why | {"seconds": seconds}
         stage = max(seconds, key=seconds.get)

@@ -52,6 +52,7 @@ def best_cuts(
     batch_cost: BatchCost = padded_tokens,
     grid: int | None = None,
     model: str = "packing",
+    shape_cost: float = 0.0,
 ) -> list[Cuts]:
     """The cheapest cuts into 1, 2, .. ``most`` buckets, as far as the grid and the lengths allow."""
     edges = candidate_edges(histogram, limits, grid)
@@ -61,7 +62,7 @@ def best_cuts(
     cost_KE[0, 0] = 0.0
     repeat_KE = np.zeros_like(cost_KE)
     lower_KE = np.zeros(cost_KE.shape, np.int64)
-    for upper, (cost_L, repeat_L) in enumerate(_bucket_rows(histogram, edges, limits, batch_cost, model), start=1):
+    for upper, (cost_L, repeat_L) in enumerate(_bucket_rows(histogram, edges, limits, batch_cost, model, shape_cost), start=1):
         through_KL = cost_KE[:-1, :upper] + cost_L
         lower_K = through_KL.argmin(axis=1)
         lower_KE[1:, upper] = lower_K
@@ -77,11 +78,16 @@ def best_cuts(
 
 
 def auto_cuts(
-    histogram: LengthHistogram, limits: Limits, batch_cost: BatchCost = padded_tokens, grid: int | None = None, model: str = "packing"
+    histogram: LengthHistogram,
+    limits: Limits,
+    batch_cost: BatchCost = padded_tokens,
+    grid: int | None = None,
+    model: str = "packing",
+    shape_cost: float = 0.0,
 ) -> tuple[Cuts, list[dict[str, float]]]:
     """The cuts that ``RULE`` picks, and what it weighed."""
-    chosen, weighed = choose(mixing_cuts(histogram, limits, batch_cost, grid, model), histogram, limits, batch_cost)
-    one_size = mixing_cuts(histogram, limits, batch_cost, grid, model, one_size=True) if limits.pad_multiple > 1 else []
+    chosen, weighed = choose(mixing_cuts(histogram, limits, batch_cost, grid, model, shape_cost), histogram, limits, batch_cost)
+    one_size = mixing_cuts(histogram, limits, batch_cost, grid, model, shape_cost, one_size=True) if limits.pad_multiple > 1 else []
     if one_size:
         few_shapes, weighed_few = choose(one_size, histogram, limits, batch_cost)
         if min(entry["sum"] for entry in weighed_few) <= min(entry["sum"] for entry in weighed) + SHAPES_PRICE:
@@ -95,12 +101,12 @@ def mixing_cuts(
     batch_cost: BatchCost = padded_tokens,
     grid: int | None = None,
     model: str = "packing",
+    shape_cost: float = 0.0,
     one_size: bool = False,
 ) -> list[Cuts]:
     """The cuts that win at some price of mixing, fewest buckets first; of all others one is cheaper or mixes better.
 
     one_size: only buckets whose shortest and longest samples allow as many rows; no cuts where the grid has none such.
-
 
     The prices are the marginal ones of ``RULE`` from 1 to 10^8 batches a bucket, in steps of 19 %. Its optimum is among them: where a
     concave charge is lowest, the straight charge with its slope there is lowest too.
@@ -111,7 +117,7 @@ def mixing_cuts(
     cost_PE, repeat_PE = np.zeros((2, len(price_P), len(edges)))
     lower_PE = np.zeros(cost_PE.shape, np.int64)
     splits, rows = np.searchsorted(histogram.lengths, edges), limits.rows(limits.padded(histogram.lengths))
-    for upper, (cost_L, repeat_L) in enumerate(_bucket_rows(histogram, edges, limits, batch_cost, model), start=1):
+    for upper, (cost_L, repeat_L) in enumerate(_bucket_rows(histogram, edges, limits, batch_cost, model, shape_cost), start=1):
         if one_size:
             cost_L = np.where(rows[splits[:upper]] == rows[splits[upper] - 1], cost_L, np.inf)
         sum_PL = cost_PE[:, :upper] + cost_L + price_P[:, None] * (repeat_PE[:, :upper] + repeat_L)
@@ -167,11 +173,11 @@ def candidate_edges(histogram: LengthHistogram, limits: Limits, grid: int | None
 
 
 def _bucket_rows(
-    histogram: LengthHistogram, edges: np.ndarray, limits: Limits, batch_cost: BatchCost, model: str
+    histogram: LengthHistogram, edges: np.ndarray, limits: Limits, batch_cost: BatchCost, model: str, shape_cost: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each upper edge: the cost of the bucket and its share of the mean of rows / samples, for every lower edge."""
     splits = np.searchsorted(histogram.lengths, edges)
     samples_below = np.concatenate([[0], np.cumsum(histogram.counts)])[splits].astype(float)
-    costs = epoch_costs(histogram.lengths, histogram.counts, splits, limits, batch_cost, model)
+    costs = epoch_costs(histogram.lengths, histogram.counts, splits, limits, batch_cost, model, shape_cost)
     for upper, (cost_L, rows_L) in enumerate(costs, start=1):
         yield cost_L, np.minimum(rows_L, samples_below[upper] - samples_below[:upper]) / samples_below[-1]

@@ -27,11 +27,13 @@ def epoch_costs(
     limits: Limits,
     batch_cost: BatchCost = padded_tokens,
     model: str = "packing",
+    shape_cost: float = 0.0,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each upper split in turn: the cost of the bucket's epoch and the rows of its batches, for every lower split.
 
     Arguments and shapes as in ``batch_means``; lengths and counts are those of all the data, whatever part the splits cover. The
-    ``reference`` model knows no tails: it counts parts of batches.
+    ``reference`` model knows no tails: it counts parts of batches. shape_cost: added for each shape that the bucket's batches are expected
+    to have (``expected_shapes``).
     """
     padded = limits.padded(lengths)
     samples_below = np.concatenate([[0], np.cumsum(counts)]).astype(float)
@@ -53,7 +55,27 @@ def epoch_costs(
             epoch_L = epoch_L + batch_cost(full_L, length_L + more_L / full_L) - batch_cost(full_L, length_L)
             if topmost and splits[0] == 0 and samples_L[0] <= limits.rows(padded[-1]):
                 epoch_L[0], rows_L[0] = batch_cost(samples_L[0], padded[-1]), samples_L[0]
+        if shape_cost:
+            epoch_L = epoch_L + shape_cost * expected_shapes(padded, samples_below, splits[:upper], splits[upper], rows_L, limits)
         yield epoch_L, rows_L
+
+
+def expected_shapes(
+    padded: np.ndarray, samples_below: np.ndarray, lower_L: np.ndarray, upper: int, rows_L: np.ndarray, limits: Limits
+) -> np.ndarray:
+    """Distinct shapes (rows x padded length) among the batches of buckets padded[lower:upper], float64[L], within 20 % of real plans'.
+
+    The padded length is the longest of ``rows_L`` draws. With it a batch has any number of rows between what the bucket's longest and
+    this length allow, all alike; a shape that n batches have in the mean is missing with probability exp(-n).
+    """
+    values, first = np.unique(padded[:upper], return_index=True)
+    ends = np.append(first[1:], upper)
+    base_L, top = samples_below[lower_L, None], samples_below[upper]
+    share_LY = np.clip((samples_below[ends] - base_L) / (top - base_L), 0, 1)
+    longest_LY = np.diff(share_LY ** rows_L[:, None], axis=1, prepend=0.0)
+    batches_L = np.maximum(1, (top - base_L[:, 0]) / rows_L)
+    options_Y = limits.rows(values) - limits.rows(values[-1]) + 1.0
+    return (options_Y * -np.expm1(-batches_L[:, None] * longest_LY / options_Y)).sum(axis=1)
 
 
 def _whole_batches(samples_L: np.ndarray, rows_L: np.ndarray) -> np.ndarray:

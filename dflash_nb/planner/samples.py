@@ -41,7 +41,7 @@ def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options
     if n_supervised is not None:
         n_supervised = _whole_numbers("n_supervised", n_supervised)
         if len(n_supervised) != len(lengths):
-            raise PlanError(f"n_supervised has {len(n_supervised)} entries for {len(lengths)} lengths")
+            raise PlanError(f"n_supervised has {len(n_supervised)} entries for {len(lengths)} lengths; there must be one each")
         unsupervised = np.flatnonzero((n_supervised < 1) & keep)
         if len(unsupervised):
             excluded["unsupervised"] = unsupervised
@@ -50,7 +50,7 @@ def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options
     left = len(lengths) if ids is None else len(ids)
     if not left:
         reasons = ", ".join(f"{len(rows)} {reason}" for reason, rows in excluded.items()) or "there are no lengths"
-        raise PlanError(f"no sample is left to plan: {reasons}")
+        raise PlanError(f"no sample is left to plan: {reasons}. Raise the limits, or give other lengths")
     truncated = too_long[keep[too_long]]
     run = (lengths if ids is None else lengths[ids]).astype(np.int32)
     run[truncated if ids is None else np.searchsorted(ids, truncated)] = longest

@@ -11,9 +11,10 @@ import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.planner.batches import BatchPlan, plan_epoch
-from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.cost import CostModel, distinct_shapes
 from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.options import STRATEGIES
+from dflash_nb.planner.timeline import Pipeline, plan_timeline
 
 
 def simulate(
@@ -24,6 +25,7 @@ def simulate(
     *,
     boundaries: Sequence[int] | None = None,
     cost: CostModel | None = None,
+    pipeline: Pipeline | None = None,
     n_supervised: np.ndarray | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -32,6 +34,7 @@ def simulate(
     strategies: names of strategies; or a name of your own to the options of its plans, for example
         ``{"six": {"strategy": "bucketed", "boundaries": REFERENCE_BOUNDARIES}}``. boundaries, options: of all plans.
     cost: seconds and speed by this model, ``CostModel()`` if not given; ``cost`` in the row says what it was measured on.
+    pipeline: workers and windows, those of ``plan_timeline`` if not given.
     A row holds efficiency, fill, batches, samples, excluded, real_tokens, padded_tokens, padded_shapes (distinct rows x padded length),
     the numbers of ``mixing_report`` and for each its noise as ``<name>_noise``, seconds of an epoch and tokens_per_second.
     """
@@ -46,13 +49,13 @@ def simulate(
             plan = plan_epoch(lengths, seed=seed, epoch=epochs[0], n_supervised=n_supervised, **chosen)
             for next_epoch in epochs[1:]:
                 next_plan = plan_epoch(lengths, seed=seed, epoch=next_epoch, n_supervised=n_supervised, **chosen)
-                table.append({"strategy": name} | _row(plan, lengths, next_plan, cost))
+                table.append({"strategy": name} | _row(plan, lengths, next_plan, cost, pipeline))
                 plan = next_plan
     return table
 
 
-def _row(plan: BatchPlan, lengths: np.ndarray, next_plan: BatchPlan, cost: CostModel) -> dict[str, Any]:
-    seconds = cost.plan_seconds(plan, lengths)["pipeline"]
+def _row(plan: BatchPlan, lengths: np.ndarray, next_plan: BatchPlan, cost: CostModel, pipeline: Pipeline | None) -> dict[str, Any]:
+    seconds = plan_timeline(cost, plan, lengths, pipeline).seconds
     real_tokens = int(plan.real_tokens.sum())
     mixing = mixing_report(plan, lengths, next_plan, plan.options.window)
     return {
@@ -65,7 +68,7 @@ def _row(plan: BatchPlan, lengths: np.ndarray, next_plan: BatchPlan, cost: CostM
         "excluded": {reason: len(ids) for reason, ids in plan.excluded.items()},
         "real_tokens": real_tokens,
         "padded_tokens": int(plan.padded_tokens.sum()),
-        "padded_shapes": len(np.unique(plan.rows << 32 | plan.padded_lengths)),
+        "padded_shapes": distinct_shapes(plan),
         **{name: float(value) for name, value in mixing.items()},
         **{f"{name}_noise": value.noise for name, value in mixing.items()},
         "seconds": seconds,

@@ -33,7 +33,7 @@ class PlanState:
     def at(cls, plan: BatchPlan, next_batch: int, fingerprint: dict[str, Any]) -> "PlanState":
         """The position before ``next_batch``, which may be ``len(plan)``: the epoch is done."""
         if not 0 <= next_batch <= len(plan):
-            raise PlanError(f"next_batch {next_batch} is outside a plan of {len(plan)} batches")
+            raise PlanError(f"next_batch {next_batch} is outside a plan of {len(plan)} batches; it must be 0 to {len(plan)}")
         return cls(plan.seed, plan.epoch, next_batch, plan.sha256(), fingerprint)
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +47,9 @@ class PlanState:
         """The batch to go on with in ``plan``, the plan made again for this seed and epoch. Raises PlanChangedError by name."""
         check_fingerprint(self.fingerprint, fingerprint)
         if (plan.seed, plan.epoch) != (self.seed, self.epoch):
-            raise PlanChangedError(f"saved in epoch {self.epoch} of seed {self.seed}, resumed in epoch {plan.epoch} of seed {plan.seed}")
+            raise PlanChangedError(
+                f"saved in epoch {self.epoch} of seed {self.seed}, resumed in epoch {plan.epoch} of seed {plan.seed}: plan the saved epoch"
+            )
         if plan.sha256() != self.plan_sha256:
             raise PlanChangedError(
                 f"same lengths and options, but other batches: the plan was made by NumPy {self.fingerprint.get('numpy')}, "
@@ -75,7 +77,9 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
     names = sorted((saved.keys() | current.keys()) - {"numpy"})
     changed = [f"{name}: saved {saved.get(name)!r}, now {current.get(name)!r}" for name in names if saved.get(name) != current.get(name)]
     if changed:
-        raise PlanChangedError("the saved position belongs to another plan; changed: " + "; ".join(changed))
+        raise PlanChangedError(
+            f"the saved position belongs to another plan; changed: {'; '.join(changed)}. Restore these, or start a new epoch"
+        )
 
 
 def _sha256(values: np.ndarray) -> str:

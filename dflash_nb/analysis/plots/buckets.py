@@ -7,6 +7,7 @@ return. Padding is always a share of *padded* tokens, so efficiency and padding 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from dflash_nb.data.lengths import LengthHistogram
@@ -17,7 +18,12 @@ from .lengths import _octave_bins, _shares
 from .padding import duration
 from .style import ACCENT, FAINT, INK, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
 
-STAGE_STYLE = {"target": (ACCENT, "-"), "drafter": (WARN, "--"), "transfer": ("#7a7a7a", ":")}
+STAGE_STYLE = {
+    "target": (ACCENT, "-", "o"),
+    "drafter": (WARN, "--", "s"),
+    "transfer": ("#7a7a7a", ":", "^"),
+    "fetch": ("#a8a8a8", "-.", "v"),
+}
 
 RULE_STYLE = {
     "best": (ACCENT, "-", "o"),
@@ -182,17 +188,20 @@ def reference_gap(plan: BucketPlan, published: float) -> Plot:
 
 
 def stage_times(cost: CostModel, seconds: Mapping[str, float], plan: BucketPlan, name: str = "") -> Plot:
-    """What the cost model says: how long a full batch keeps each stage busy, by padded length, and what each takes in an epoch.
+    """What the cost model says: how long a full batch keeps each stage busy, by padded length, and what each takes in an epoch; for a
+    measured model also what it predicted for batches of shapes that it was not fitted on, against what they took.
 
     ``seconds``: of an epoch by stage, from :func:`dflash_nb.planner.buckets.expected_seconds`. A full batch has as many rows as the
     plan's limits allow. The title says whether the model was measured or assumed.
     """
-    figure, axes = new_figure(1, 2, width=7.6, gridspec_kw={"width_ratios": [3, 2]})
-    left, right = axes[0]
+    stages = {stage: look for stage, look in STAGE_STYLE.items() if seconds[stage] > 0}
+    widths = [3, 2, 3] if cost.points else [3, 2]
+    figure, axes = new_figure(1, len(widths), width=9.6 if cost.points else 7.6, gridspec_kw={"width_ratios": widths})
+    left, right = axes[0, :2]
     lowest, highest = plan.rows[0].tokens // plan.rows[0].samples, plan.boundaries[-1] - 1
     padded = np.unique(np.geomspace(max(1, lowest / 2), max(2, highest), 300).astype(int))
     rows = np.minimum(plan.max_batch, plan.token_budget // padded)
-    for stage, (color, line) in STAGE_STYLE.items():
+    for stage, (color, line, _) in stages.items():
         left.plot(padded, cost.batch_seconds(rows, padded, stage), color=color, linestyle=line, linewidth=1.6, label=stage)
     left.set(xlabel="padded length (tokens)", ylabel="seconds a full batch")
     left.set_ylim(0, None)
@@ -200,22 +209,43 @@ def stage_times(cost: CostModel, seconds: Mapping[str, float], plan: BucketPlan,
     left.tick_params(axis="x", rotation=35)
     left.legend(frameon=False, fontsize=8)
     right.grid(False)
-    for y, (stage, (color, _)) in enumerate(STAGE_STYLE.items()):
+    for y, (stage, (color, *_)) in enumerate(stages.items()):
         right.barh(y, seconds[stage], color=color, height=0.6)
         right.text(seconds[stage], y, f" {duration(seconds[stage])}", va="center", fontsize=8)
-    right.set_yticks(range(len(STAGE_STYLE)), STAGE_STYLE)
+    right.set_yticks(range(len(stages)), stages)
     right.invert_yaxis()
-    right.set(xlabel="seconds an epoch", xlim=(0, 1.35 * max(seconds.values())))
+    right.set(xlabel="seconds an epoch", xlim=(0, 1.45 * max(seconds.values())))
     right.xaxis.set_major_formatter("{x:,.0f}")
     right.tick_params(axis="x", rotation=35)
     slowest = max(seconds, key=seconds.get)
     model = "assumed, not measured" if cost.source == "assumed" else cost.source
     finding = (
         f"Cost model ({model}): the {slowest} sets the pace with {duration(seconds[slowest])} an epoch in {len(plan.rows)} buckets, and "
-        + " and ".join(f"the {stage} is busy for {duration(other)}" for stage, other in seconds.items() if stage != slowest)
+        + " and ".join(f"the {stage} is busy for {duration(seconds[stage])}" for stage in stages if stage not in (slowest, "fetch"))
     )
+    if cost.points:
+        _predicted_against_measured(axes[0, 2], cost)
+        finding += (
+            f"; on shapes it was not fitted on the {slowest}'s seconds are off by {percent(cost.errors[slowest]['median'])} in the median"
+        )
     note = (
         f"{name + ': ' if name else ''}full batch: budget {plan.token_budget:,}, at most {plan.max_batch} rows; "
-        f"{cost.target_workers} target workers, {cost.slots_per_row} slots a sample"
+        f"{cost.target_workers} target workers, {cost.slots_per_row} slots a sample at most"
     )
     return finish(figure, finding, note)
+
+
+def _predicted_against_measured(axis: Axes, cost: CostModel) -> None:
+    """Held-out batches on equal logarithmic axes; the dotted lines are 10 % off."""
+    ends = []
+    for stage in ("target", "drafter"):
+        predicted, measured = np.maximum(np.array(cost.points[stage]).T, 1e-9)
+        color, _, marker = STAGE_STYLE[stage]
+        label = f"{stage}: {percent(cost.errors[stage]['median'])}"
+        axis.plot(measured, predicted, marker, color=color, markersize=3, alpha=0.5, label=label)
+        ends += [measured.min(), measured.max(), predicted.min(), predicted.max()]
+    span = np.array([min(ends) / 1.2, max(ends) * 1.2])
+    for factor, line in ((1, "-"), (1.1, ":"), (1 / 1.1, ":")):
+        axis.plot(span, factor * span, line, color=FAINT, linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlim=span, ylim=span, xlabel="measured seconds of a batch", ylabel="predicted, shape held out")
+    axis.legend(frameon=False, fontsize=8, title="median error", title_fontsize=8)

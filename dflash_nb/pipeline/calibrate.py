@@ -1,0 +1,162 @@
+"""Measure a cost model in a minute: real batches of telling shapes through target and drafter, in the pipeline that trains.
+
+    python -m dflash_nb.pipeline.calibrate --target sample --out cost.json
+    python -m dflash_nb.pipeline.calibrate --target smollm2 --dataset data/chats --token-budget 2560 --max-batch 8 --seconds 60
+
+Stages overlap as in training, so what they cost each other on shared cores is measured too. The shapes come round after round in
+another order, so a machine that slows down for a while does not look like a slow shape. Nothing is trained: the rate is 0.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_nb.data.dataset import TokenDataset
+from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.model.initialise import scale_to_head
+from dflash_nb.model.objective import Objective
+from dflash_nb.pipeline.config import TrainConfig
+from dflash_nb.pipeline.environment import describe_environment
+from dflash_nb.pipeline.job import Job, prepare_job
+from dflash_nb.pipeline.local import bytes_per_token, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.measured import about, identity, report, to_measured
+from dflash_nb.pipeline.optimizer import make_optimizer
+from dflash_nb.pipeline.prefetch import Prefetcher
+from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
+from dflash_nb.pipeline.window import WAITING_BATCHES, Window
+from dflash_nb.planner.batches import PlannedBatch
+from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.fit import FEWEST_BATCHES, STAGES, Measured, fit_cost
+from dflash_nb.planner.shapes import candidate_shapes, telling_shapes
+
+SHAPES = 10  # for each of target and drafter
+ENOUGH = 12  # times that a shape is measured at most
+
+
+def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Measured]:
+    """Measure for about ``seconds`` (loading comes on top) and fit. Returns the model and what it was fitted to.
+
+    Raises what ``prepare_job`` raises, and CostError if fewer than 20 batches were done in time.
+    """
+    job = prepare_job(config)
+    started = time.monotonic()
+    records = list(_records(job, chosen_shapes(job), seconds))
+    batches = [record["batches"][0] | {"blocks": record["blocks"]} for record in records]
+    columns = {
+        name: np.array([batch[name] for batch in batches]) for name in ("rows", "tokens", "padded_length", "padded_tokens", "blocks")
+    }
+    columns |= {f"seconds_{stage}": np.array([batch["seconds"][stage] for batch in batches]) for stage in STAGES}
+    spent = [record["seconds"] for record in records]
+    step = float(np.median([each["step"] - each["wait"] - each["drafter"] for each in spent]))
+    measured = to_measured(columns, config.block_size, step)
+    environment = describe_environment() | {"devices": {"names": _gpu_names(job)}}
+    belongs_to = identity(asdict(config), environment, asdict(job.info))
+    how = f"{len(measured)} batches in {time.monotonic() - started:.0f} s of calibration"
+    return fit_cost(measured, **about(asdict(config), belongs_to, measured, how)), measured
+
+
+def chosen_shapes(job: Job) -> np.ndarray:
+    """Shapes (rows, length), int64[S, 2], that tell the terms of target and drafter apart, from what the job's data and limits allow."""
+    config = job.config
+    shapes = candidate_shapes(_lengths(job), config.token_budget, config.max_batch)
+    rows, length = shapes.T.astype(np.float64)
+    tokens, slots = rows * length, rows * np.minimum(config.anchors, length / 2) * config.block_size
+    nothing = {stage: np.zeros(len(rows)) for stage in STAGES}
+    guess = Measured(rows, tokens, length, tokens, slots, slots * length, nothing)
+    places = np.concatenate([telling_shapes(guess.terms(stage), SHAPES) for stage in ("target", "drafter")])
+    return shapes[np.unique(places)]
+
+
+def _lengths(job: Job) -> np.ndarray:
+    return np.minimum(job.dataset.lengths[job.dataset.n_supervised > 1], job.longest)
+
+
+def _planned(dataset: TokenDataset, longest: int, shapes: np.ndarray, until: float) -> Iterator[tuple[int, PlannedBatch]]:
+    """Batches of the shapes in rounds, each round in another order and with other samples of about the length, until the time is up."""
+    usable = np.flatnonzero(dataset.n_supervised > 1)
+    usable = usable[np.argsort(dataset.lengths[usable], kind="stable")]
+    sorted_lengths = np.minimum(dataset.lengths[usable], longest)
+    rng, index = np.random.default_rng(0), 0
+    for _ in range(ENOUGH):
+        for rows, length in rng.permutation(shapes).tolist():
+            if time.monotonic() > until and index >= FEWEST_BATCHES + len(shapes):
+                return
+            last = int(np.searchsorted(sorted_lengths, length, side="right")) - int(rng.integers(0, rows))
+            ids = usable[max(0, last - rows) : max(rows, last)]
+            real = np.minimum(dataset.lengths[ids], longest)
+            yield 0, PlannedBatch(index, ids, int(real.max()), -1, int(real.sum()))
+            index += 1
+
+
+def _records(job: Job, shapes: np.ndarray, seconds: float) -> Iterator[dict[str, Any]]:
+    """The step record of each batch; the first round warms up and is left out."""
+    config, device = job.config, job.placement.drafter
+    before = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, before)
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        torch.set_num_threads(intra_op_threads(config.threads, len(job.placement.targets)))
+        torch.manual_seed(config.seed)
+        targets = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype, config.objective == "kl")
+        head = targets[0].head(device)
+        settings = LossSettings(
+            Objective(config.objective, gamma=config.slot_gamma), config.anchors, config.block_size, config.seed, device,
+            targets[0].dtype == torch.bfloat16,
+        )  # fmt: skip
+        drafter = DFlashDrafter(job.drafter).to(device).train()
+        scale_to_head(drafter, head)
+        optimizer = make_optimizer(drafter, config.optimizer, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
+        pool = target_pool(targets, device)
+        stack.callback(pool.close)
+        planned = _planned(job.dataset, job.longest, shapes, time.monotonic() + seconds)
+        token_bytes = bytes_per_token(targets[0])
+        window = Window(
+            Prefetcher(planned, job.collate, config.prefetch),
+            pool,
+            size_of=lambda batch: batch.real_tokens * token_bytes,
+            max_items=len(targets) + WAITING_BATCHES,
+            max_bytes=config.q_hs_mb << 20,
+        )
+        stack.callback(window.close)
+        count = 0
+        while True:
+            try:
+                total = accumulate(window, 1, drafter, head, settings)
+            except StopIteration:
+                return
+            record = finish_step(total, optimizer, 0.0, config.grad_clip)
+            count += 1
+            if count > len(shapes):
+                yield record
+
+
+def _gpu_names(job: Job) -> list[str]:
+    devices = (*job.placement.targets, job.placement.drafter)
+    return [torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure")
+    parser.add_argument("--out", type=Path, default=Path("cost.json"), help="where to write the model")
+    for name in ("dataset", "target", "device", "topology"):
+        parser.add_argument(f"--{name}", default=getattr(TrainConfig, name))
+    for name in ("token_budget", "max_batch", "anchors", "draft_layers", "block_size", "threads"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(TrainConfig, name))
+    options = vars(parser.parse_args())
+    out, seconds = options.pop("out"), options.pop("seconds")
+    cost, measured = calibrate(TrainConfig(**options), seconds)
+    cost.save(out)
+    print(report(cost, measured))
+    print("written:", out)
+
+
+if __name__ == "__main__":
+    main()

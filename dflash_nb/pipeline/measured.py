@@ -1,0 +1,147 @@
+"""The cost model that a run's own log gives: its batches in the planner's terms, what they belong to, and the fit.
+
+    python -m dflash_nb.pipeline.measured runs/<name>     fit, print what it found, write runs/<name>/cost.json
+
+Stage times are those of a run under way, so whatever the stages cost each other on shared cores or memory is in them. The first
+steps are left out: they warm up caches, allocators and kernels.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_nb.pipeline.run import Run, RunError, read_run
+from dflash_nb.planner.cost import CostError, CostModel
+from dflash_nb.planner.fit import STAGES, Measured, fit_cost, largest_terms
+
+WARM_UP_STEPS = 5
+COST_FILE = "cost.json"
+
+
+def measured_batches(run: Run, warm_up: int = WARM_UP_STEPS) -> Measured:
+    """A run's batches after its first steps. Raises CostError for a log without seconds of batches or of packed rows.
+
+    The log has a batch's real tokens, not each sample's: its samples count as alike. Drafted slots are blocks x block size.
+    """
+    if not len(run) or not np.isfinite(run.batches["seconds_target"]).any():
+        raise CostError(f"{run.folder} has no batch with measured seconds; train a few steps first")
+    if run.config.get("strategy") == "packed":
+        raise CostError(f"{run.folder} trained on packed rows; fit the cost model to a run with padded batches, it holds for both")
+    steps, batches = run.steps, run.batches
+    keep = (batches["at"] >= warm_up) & np.isfinite(batches["seconds_target"])
+    if not keep.any():
+        raise CostError(f"{run.folder} has {len(run)} steps and the first {warm_up} warm up: train more")
+    share = batches["slots"] / np.maximum(np.bincount(batches["at"], batches["slots"]), 1)[batches["at"]]
+    blocks = steps["blocks"][batches["at"]] * share
+    rest = steps["seconds_step"] - steps["seconds_wait"] - steps["seconds_drafter"]
+    columns = {name: np.asarray(values)[keep] for name, values in (batches | {"blocks": blocks}).items()}
+    return to_measured(columns, run.config["block_size"], float(np.nanmedian(rest[min(warm_up, len(run) - 1) :])))
+
+
+def to_measured(columns: Mapping[str, np.ndarray], block_size: int, step: float) -> Measured:
+    """The planner's terms of batch columns named as in the log; ``blocks`` beside them."""
+    slots = np.asarray(columns["blocks"], dtype=np.float64) * block_size
+    return Measured(
+        rows=columns["rows"],
+        tokens=columns["tokens"],
+        padded_length=columns["padded_length"],
+        padded_tokens=columns["padded_tokens"],
+        slots=slots,
+        pairs=slots * columns["tokens"] / columns["rows"],
+        seconds={stage: np.nan_to_num(columns[f"seconds_{stage}"]) for stage in STAGES},
+        step=max(step, 0.0),
+    )
+
+
+def identity(config: Mapping[str, Any], environment: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, str]:
+    """What a measurement belongs to: hardware, target and drafter as names to compare and to show."""
+    devices = environment.get("devices", {}).get("names") or [f"{environment.get('cpu_cores')} CPU cores"]
+    hardware = ", ".join(dict.fromkeys(devices))
+    if "CPU" in hardware:
+        hardware += f" with {config['threads'] or 'all'} threads"
+    return {
+        "hardware": f"{hardware}, {config['dtype']} numbers",
+        "target": f"{target['name']} ({target['num_layers']} layers of {target['hidden_size']})",
+        "drafter": f"{config['draft_layers']} layers, block size {config['block_size']}, target layers {config['target_layers']}",
+    }
+
+
+def about(config: Mapping[str, Any], belongs_to: Mapping[str, str], measured: Measured, how: str) -> dict[str, Any]:
+    """The fields of a cost model beside its coefficients."""
+    most = config["anchors"] * config["block_size"]
+    return {
+        "source": f"measured on {belongs_to['hardware']}, {how}",
+        "belongs_to": dict(belongs_to),
+        "target_workers": int(str(config["topology"]).partition("-")[0]),
+        "accumulation": config["accumulation"],
+        "slots_per_row": most,
+        "slots_per_token": slots_per_token(measured, most),
+    }
+
+
+def slots_per_token(measured: Measured, most: int) -> float:
+    """Slots a token with which samples draft as many slots as measured: min(most, slots_per_token x length); 0 where all draft ``most``."""
+    rows, slots = measured.rows.astype(np.float64), float(measured.slots.sum())
+    if slots >= 0.999 * most * rows.sum():
+        return 0.0
+    length = measured.tokens / rows
+    low, high = 0.0, float(most)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (rows * np.minimum(most, middle * length)).sum() < slots else (low, middle)
+    return high
+
+
+def fit_run(run: Run) -> CostModel:
+    """The cost model of a run folder's log, whatever state it is in."""
+    measured = measured_batches(run)
+    belongs_to = identity(run.config, run.environment, run.environment["target"])
+    return fit_cost(measured, **about(run.config, belongs_to, measured, f"{len(measured)} batches of run {run.folder.name}"))
+
+
+def find_cost(place: str | Path) -> CostModel:
+    """The model of a ``cost.json`` or of a run folder (its ``cost.json``, or a fit of its log); the assumed one for an empty ``place``."""
+    if not str(place):
+        return CostModel()
+    path = Path(place)
+    if path.is_file():
+        return CostModel.load(path)
+    if (path / COST_FILE).is_file():
+        return CostModel.load(path / COST_FILE)
+    try:
+        return fit_run(read_run(path))
+    except RunError as error:
+        raise CostError(f"cost: {path} is neither a cost.json nor a run folder ({error})") from error
+
+
+def report(cost: CostModel, measured: Measured) -> str:
+    """What was found, as plain lines: errors on held-out shapes, and where the time goes."""
+    lines = [cost.source, *(f"  {name}: {value}" for name, value in cost.belongs_to.items())]
+    for stage, error in cost.errors.items():
+        lines.append(
+            f"{stage:>9}: {error['share']:6.1%} of the measured seconds; on held-out shapes the median error is {error['median']:.1%}, "
+            f"the 90th percentile {error['p90']:.1%}, the sum {error['total']:+.1%}"
+        )
+    lines += [
+        f"{row['stage']:>9}  {row['term']:<22} {row['coefficient']:.3e} s  {row['share']:6.1%}" for row in largest_terms(cost, measured)
+    ]
+    return "\n".join([*lines, f"optimiser step: {cost.step:.4f} s; drafted slots: {cost.slots_per_row} a sample at most"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--out", type=Path, help="where to write the model, by default cost.json in the run folder")
+    options = parser.parse_args()
+    run = read_run(options.run_dir)
+    cost = fit_run(run)
+    cost.save(options.out or run.folder / COST_FILE)
+    print(report(cost, measured_batches(run)))
+    print("written:", options.out or run.folder / COST_FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The pipeline's time: hand-checked small cases, limits, and the same order of events as the real window gives."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_nb.planner.batches import plan_epoch
+from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.timeline import Pipeline, plan_timeline, timeline
+
+SECONDS = st.floats(0.01, 10)
+
+
+def run(target, drafter, pipeline, fetch=0.0, **options):
+    target, drafter = (np.asarray(values, float) for values in (target, drafter))
+    return timeline(np.broadcast_to(fetch, target.shape), target, drafter, pipeline, **options)
+
+
+def test_one_worker_and_one_drafter_by_hand():
+    found = run([2, 2, 2], [3, 3, 3], Pipeline(1, waiting=1))
+    assert found.handed_M.tolist() == [0, 0, 2]  # two places: the third is handed over when the drafter takes the first
+    assert found.taken_M.tolist() == [2, 5, 8]
+    assert found.done_M.tolist() == [5, 8, 11]
+    assert found.seconds == 11 and found.busy == {"fetch": 0, "target": 6, "drafter": 9}
+    assert found.shares["drafter"] == pytest.approx(9 / 11)
+
+
+def test_a_full_window_makes_the_target_wait():
+    """Without a place to spare the worker starts a batch when the drafter takes the one before."""
+    found = run([1, 1, 1], [5, 5, 5], Pipeline(1, waiting=0))
+    assert found.handed_M.tolist() == [0, 1, 6]
+    assert found.done_M.tolist() == [6, 11, 16]
+
+
+def test_work_is_handed_out_only_while_the_drafter_is_not_computing():
+    """A batch that is collated while the drafter works is handed over when it is done (the window runs in its thread)."""
+    found = run([1, 1], [5, 5], Pipeline(1), fetch=[0.0, 2.0])
+    assert found.taken_M[0] == 1 and found.handed_M[1] == 6
+    assert found.seconds == 6 + 1 + 5
+
+
+def test_bytes_bound_what_is_in_flight_but_never_a_single_batch():
+    free = run([1] * 6, [1] * 6, Pipeline(2), bytes_M=np.full(6, 10.0))
+    bound = run([1] * 6, [1] * 6, Pipeline(2, most_bytes=5), bytes_M=np.full(6, 10.0))
+    assert free.seconds == 7
+    assert bound.handed_M.tolist() == [0.0, *bound.taken_M[:-1].tolist()]
+
+
+def test_the_optimiser_runs_after_each_window_and_at_the_end():
+    found = run([0.1] * 5, [1] * 5, Pipeline(1), step=10.0, accumulation=2)
+    assert np.diff(found.done_M) == pytest.approx([11, 1, 11, 11])
+    assert found.busy["drafter"] == 5 + 30
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=60), st.integers(1, 8), st.integers(0, 4))
+def test_no_timeline_beats_its_slowest_side_or_is_slower_than_one_after_another(batches, workers, waiting):
+    target, drafter = np.array(batches).T
+    found = run(target, drafter, Pipeline(workers, waiting=waiting))
+    assert found.seconds >= max(found.busy.values()) - 1e-9
+    assert found.seconds <= target.sum() + drafter.sum() + 1e-9
+    assert (np.diff(found.handed_M) >= 0).all() and (np.diff(found.taken_M) > 0).all()
+    wider = run(target, drafter, Pipeline(workers, waiting=waiting + 50))
+    assert wider.seconds <= found.seconds + 1e-9
+
+
+@pytest.mark.parametrize("workers", [1, 3, 7])
+@pytest.mark.parametrize("slow", [1.0, 4.0])
+def test_with_many_places_it_is_the_stage_with_the_largest_sum(workers, slow):
+    rng = np.random.default_rng(0)
+    target, drafter = rng.uniform(0.5, 1.5, 4000) * workers, slow * rng.uniform(0.4, 0.6, 4000)
+    found = run(target, drafter, Pipeline(workers, waiting=200))
+    assert found.seconds == pytest.approx(max(target.sum() / workers, drafter.sum()), rel=0.01)
+    assert run(target, drafter, Pipeline(workers, waiting=0)).seconds >= found.seconds
+
+
+def test_a_plan_in_a_narrow_window_takes_longer_than_its_slowest_stage():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(8191, rng.lognormal(7.4, 0.8, 20_000).astype(int) + 65)
+    cost = CostModel(slots_per_row=1024)
+    plan = plan_epoch(lengths, boundaries=[0, 512, 1024, 2048, 4096, 8192])
+    limit = cost.plan_seconds(plan, lengths)["pipeline"]
+    assert plan_timeline(cost, plan, lengths).seconds == pytest.approx(limit, rel=0.03)
+    narrow = plan_timeline(cost, plan, lengths, Pipeline(7, waiting=0)).seconds
+    assert narrow > 1.03 * limit
+    assert plan_timeline(cost, plan, lengths, Pipeline(14)).seconds < limit
