@@ -1,12 +1,13 @@
 """A run's log in the planner's terms: a log written from a known cost model gives that model back."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.measured import COST_FILE, find_cost, fit_run, main, measured_batches, slots_per_token
+from dflash_nb.pipeline.measured import COST_FILE, find_cost, fit_run, main, measured_batches, run_speed, run_speeds, slots_per_token
 from dflash_nb.pipeline.run import read_run
 from dflash_nb.pipeline.runlog import RunLog
 from dflash_nb.planner.cost import CostError, CostModel
@@ -82,6 +83,17 @@ def test_the_command_writes_what_a_notebook_finds(run, monkeypatch, capsys):
     assert json.loads(written.read_text())["belongs_to"]["target"].startswith("sample")
     assert find_cost(run.folder) == find_cost(written) == CostModel.load(written)
     assert find_cost("") == CostModel()
+
+
+def test_a_runs_speed_stands_beside_models_of_its_own_target_only(run):
+    speed = run_speed(run)
+    assert speed["strategy"] == "bucketed" and speed["run"] == "known" and 0 < speed["noise"] < speed["tokens_per_second"]
+    steps = run.steps
+    assert speed["tokens_per_second"] == pytest.approx(steps["tokens"][5:].sum() / steps["seconds_step"][5:].sum())
+    assert run_speeds([run.folder], fit_run(run)) == [speed]
+    other = replace(CostModel(), source="measured elsewhere", belongs_to={"target": "smollm2 (30 layers of 576)"})
+    with pytest.raises(CostError, match="target 'smollm2"):
+        run_speeds([run.folder], other)
 
 
 def test_what_has_no_cost_is_refused(tmp_path):

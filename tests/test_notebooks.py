@@ -140,7 +140,7 @@ def runs(tmp_path_factory, places):
         ("00_length_distribution", "root", {}, 5),
         ("00_length_distribution", "elsewhere", {"dataset": "reference", "max_length": 4096}, 5),
         ("01_bucket_optimization", "notebooks", {"most_buckets": 16}, 6),
-        ("02_padding_simulation", "elsewhere", TINY_PLAN, 5),
+        ("02_padding_simulation", "elsewhere", TINY_PLAN, 6),
     ],
 )
 def test_planning_notebooks(tmp_path, places, name, place, parameters, pictures):

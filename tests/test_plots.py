@@ -80,6 +80,18 @@ def test_padding_draws(sample):
     for plot in (padding.strategies(rows), padding.front(rows), padding.mates(rows), padding.order(plans)):
         check(plot)
     check(padding.spread(plans, worst_batches(plans["bucketed"], sample)))
+    check(padding.speeds(rows, CostModel()))
+
+
+def test_speeds_say_assumed_or_measured_and_how_far_runs_are_off():
+    row = {"seed": 0, "cost": "x", "real_tokens": 1, "fill": 1, "batches": 1, "lag1": 0, "longest_run": 1, "spread": 0, "efficiency": 1}
+    rows = [row | {"strategy": "sorted", "seconds": 1.0, "tokens_per_second": 100.0, "repeated_mates": 0, "w1": 0}]
+    assert "sorted would run at 100 real tokens/s (cost model: assumed)" in padding.speeds(rows, CostModel()).finding
+    errors = {stage: {"total": total} for stage, total in (("target", -0.02), ("drafter", 0.01), ("fetch", 9.0))}
+    measured = CostModel(source="measured on a test", errors=errors)
+    run = {"run": "a", "strategy": "sorted", "tokens_per_second": 125.0, "noise": 1.0}
+    said = padding.speeds(rows, measured, [run, run | {"strategy": "random"}]).finding
+    assert "measured on a test, off by 2.0 %" in said and "1 measured runs differ from the prediction by 20.0 %" in said
 
 
 def test_the_histogram_finding_is_the_data():

@@ -214,6 +214,7 @@ def saved_config(folder: Path) -> TrainConfig:
 
 
 BUDGET_HELP = "most tokens of a batch with padding, 0 for the trainer's own (49152 with the reference lengths)"
+COST_HELP = "measured cost model as a cost.json or a run folder, empty for the assumed one"
 ROWS_HELP = "most samples of a batch, 0 for the trainer's own (64 with the reference lengths)"
 
 
@@ -264,6 +265,8 @@ class BucketsConfig(PlanningConfig):
     token_budget: int = option(0, BUDGET_HELP, at_least=0)
     max_batch: int = option(0, ROWS_HELP, at_least=0)
     pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
+    objective: str = option("padding", "what auto cuts make least, padded tokens or modelled time", choices=("padding", "time"))
+    cost: str = option("", COST_HELP, path="always")
     most_buckets: int = option(128, "largest count on the elbow plot", at_least=2)
     seed: int = option(0, "seed of the resampled lengths", at_least=0)
     save_to: str = option("", "where to write buckets.json, empty for the project's runs folder", path="always")
@@ -295,6 +298,8 @@ class PaddingConfig(PlanningConfig):
     order: str = option("balanced", "order of the batches, balanced over each step or uniform", choices=("balanced", "uniform"))
     window: int = option(8, "batches of one optimiser step", at_least=1)
     seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "seeds to plan with", at_least=0)
+    cost: str = option("", COST_HELP, path="always")
+    runs: tuple[str, ...] = option((), "run folders whose measured speed is shown beside the predicted one", path="always")
 
     @property
     def plan_options(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ steps are left out: they warm up caches, allocators and kernels.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from dflash_nb.planner.cost import CostError, CostModel
 from dflash_nb.planner.fit import STAGES, Measured, fit_cost, largest_terms
 
 WARM_UP_STEPS = 5
+SPEED_PARTS = 10
 COST_FILE = "cost.json"
 
 
@@ -115,6 +116,32 @@ def find_cost(place: str | Path) -> CostModel:
         return fit_run(read_run(path))
     except RunError as error:
         raise CostError(f"cost: {path} is neither a cost.json nor a run folder ({error})") from error
+
+
+def run_speed(run: Run, cost: CostModel | None = None, warm_up: int = WARM_UP_STEPS) -> dict[str, Any]:
+    """What a run reached after its first steps: name, strategy, real tokens_per_second over the steps' own seconds, and its noise.
+
+    noise: standard error of the speed from ten parts of the run. Raises CostError if ``cost`` was measured on another target or drafter.
+    """
+    if cost is not None:
+        belongs_to = identity(run.config, run.environment, run.environment["target"])
+        cost.require(target=belongs_to["target"], drafter=belongs_to["drafter"])
+    tokens, seconds = run.steps["tokens"][warm_up:].astype(float), run.steps["seconds_step"][warm_up:]
+    if len(tokens) < 2 * SPEED_PARTS:
+        raise CostError(f"{run.folder} has {len(run)} steps; a speed needs at least {warm_up + 2 * SPEED_PARTS}")
+    parts = [part.sum() for part in np.array_split(tokens, SPEED_PARTS)], [part.sum() for part in np.array_split(seconds, SPEED_PARTS)]
+    speeds = np.divide(*parts)
+    return {
+        "run": run.folder.name,
+        "strategy": run.config["strategy"],
+        "tokens_per_second": float(tokens.sum() / seconds.sum()),
+        "noise": float(speeds.std(ddof=1) / np.sqrt(SPEED_PARTS)),
+    }
+
+
+def run_speeds(folders: Iterable[str | Path], cost: CostModel) -> list[dict[str, Any]]:
+    """``run_speed`` of each run folder; all must be of the target and drafter that ``cost`` was measured on."""
+    return [run_speed(read_run(folder), cost) for folder in folders]
 
 
 def report(cost: CostModel, measured: Measured) -> str:

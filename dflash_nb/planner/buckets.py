@@ -141,12 +141,12 @@ def _fastest(
     return min(found.values(), key=lambda entry: entry[0])[1:]
 
 
-def resolve_buckets(spec: Any, histogram: LengthHistogram, **limits: int) -> BucketPlan:
+def resolve_buckets(spec: Any, histogram: LengthHistogram, objective: str = "padding", cost: Any = None, **limits: int) -> BucketPlan:
     """The plan that a user asked for, whichever way the value came through a notebook's parameters.
 
     spec: ``auto``; ``auto:6``; ``reference``; edges as text (``512,1024``, ``[512, 1024]``), list or one number; or the path of
         a ``buckets.json``, whose cuts are evaluated on these lengths. Edges may leave out 0 and the last one.
-    limits: token_budget, max_batch, pad_multiple.
+    limits: token_budget, max_batch, pad_multiple; for ``auto`` also objective and cost, as in ``optimize_buckets``.
 
     Raises:
         BucketError: anything else; the message lists what is allowed.
@@ -160,14 +160,14 @@ def resolve_buckets(spec: Any, histogram: LengthHistogram, **limits: int) -> Buc
         return evaluate_buckets(histogram, _edges(spec if isinstance(spec, list | tuple) else [spec], spec), **limits)
     text = spec.strip()
     if text == "auto":
-        return optimize_buckets(histogram, "auto", **limits)
+        return optimize_buckets(histogram, "auto", objective=objective, cost=cost, **limits)
     if text == "reference":
         return evaluate_buckets(histogram, REFERENCE_BOUNDARIES, **limits)
     name, colon, number = text.partition(":")
     if colon and name.strip() == "auto":
         if not number.strip().isdecimal() or int(number) < 1:
             raise BucketError(f"buckets: {spec!r} needs a whole number of at least 1 after the colon, for example auto:6")
-        return optimize_buckets(histogram, int(number), **limits)
+        return optimize_buckets(histogram, int(number), objective=objective, cost=cost, **limits)
     if text.endswith(".json") or os.sep in text:
         return evaluate_buckets(histogram, BucketPlan.load(user_path(text)).boundaries, **limits)
     return evaluate_buckets(histogram, _edges(text.strip("[]()").replace(",", " ").split(), spec), **limits)

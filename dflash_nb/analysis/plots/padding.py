@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dflash_nb.planner.batches import BatchPlan
+from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import lag1, longest_run
 
 from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
@@ -60,10 +61,53 @@ def strategies(rows: Sequence[dict], name: str = "") -> Plot:
     axis.set_xticks(range(0, 101, 20))
     best = next((line for line in table if line["strategy"] != "packed"), table[0])
     finding = (
-        f"{best['strategy']} is the fastest padded strategy: {slowest['seconds'] / best['seconds']:.2f} x {slowest['strategy']} by a cost "
-        f"model that is {best['cost']}, with {percent(1 - best['efficiency'])} padding"
+        f"{best['strategy']} is the fastest padded strategy: {slowest['seconds'] / best['seconds']:.2f} x {slowest['strategy']}, with "
+        f"{percent(1 - best['efficiency'])} padding (cost model: {best['cost']})"
     )
     return finish(figure, finding, f"{name + ': ' if name else ''}bars: spread over {table[0]['n']} seeds; hatched: padding")
+
+
+def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), name: str = "") -> Plot:
+    """Predicted real tokens a second of each strategy with its uncertainty, and what runs of it reached.
+
+    ``runs``: from :func:`dflash_nb.pipeline.measured.run_speeds`, each with ``strategy``, ``tokens_per_second`` and ``noise``. A whisker is
+    the spread over seeds and, for a measured model, its error of the sum on held-out shapes; an assumed model's own error is unknown.
+    """
+    table = sorted(by_strategy(rows), key=lambda line: -line["tokens_per_second"])
+    error = model_error(cost)
+    figure, axes = new_figure(height=1.6 + 0.42 * len(table))
+    axis = axes[0, 0]
+    axis.grid(False)
+    for y, line in enumerate(table):
+        speed = line["tokens_per_second"]
+        spread = float(np.hypot(line["tokens_per_second_sd"], speed * error))
+        axis.barh(y, speed, color=ACCENT if cost.source != "assumed" else FAINT, height=0.5)
+        axis.errorbar(speed, y, xerr=spread, color=INK, capsize=3, linewidth=1)
+        axis.text(speed + spread, y, f"  {speed:,.0f} ± {spread:,.0f}", va="center", fontsize=8)
+    order = [line["strategy"] for line in table]
+    shown = [run for run in runs if run["strategy"] in order]
+    for run in shown:
+        y = order.index(run["strategy"]) + 0.34
+        axis.errorbar(run["tokens_per_second"], y, xerr=2 * run["noise"], fmt="D", color=WARN, markersize=5, capsize=2)
+    axis.set_yticks(range(len(table)), order)
+    axis.invert_yaxis()
+    most = max([line["tokens_per_second"] for line in table] + [run["tokens_per_second"] for run in shown])
+    axis.set(xlabel="real tokens a second", xlim=(0, 1.3 * most))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    best = table[0]
+    model = "assumed" if cost.source == "assumed" else f"{cost.source}, off by {percent(error)} in all on shapes it was not fitted on"
+    finding = f"{best['strategy']} would run at {best['tokens_per_second']:,.0f} real tokens/s (cost model: {model})"
+    if shown:
+        predicted = {line["strategy"]: line["tokens_per_second"] for line in table}
+        off = [predicted[run["strategy"]] / run["tokens_per_second"] - 1 for run in shown]
+        finding += f"; {len(shown)} measured runs differ from the prediction by {percent(max(map(abs, off)))} at most"
+    note = f"{name + ': ' if name else ''}whiskers: spread over {table[0]['n']} plans and model error; diamonds: runs, 2 standard errors"
+    return finish(figure, finding, note)
+
+
+def model_error(cost: CostModel) -> float:
+    """The largest relative error of the sum of target's or drafter's seconds on held-out shapes; 0 where nothing was measured."""
+    return max((abs(error["total"]) for stage, error in cost.errors.items() if stage in ("target", "drafter")), default=0.0)
 
 
 def front(rows: Sequence[dict], name: str = "") -> Plot:
