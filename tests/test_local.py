@@ -25,9 +25,10 @@ from dflash_nb.pipeline.local import (
     intra_op_threads,
     load_targets,
     place,
+    place_drafter,
     target_pool,
 )
-from dflash_nb.pipeline.window import WorkerFailure
+from dflash_nb.pipeline.window import WorkerFailure, WorkerLost
 
 CPU = torch.device("cpu")
 
@@ -163,6 +164,60 @@ def test_neither_features_nor_the_tensors_of_a_failed_call_are_kept():
     pool.close()
 
 
+def test_a_lost_worker_is_opened_again_and_its_batch_fails_at_once():
+    opened, gate = [], threading.Event()
+
+    def open_one(name):
+        if opened:
+            gate.wait(5)
+        opened.append(name)
+
+    def work(b):
+        if b.index == 1:
+            raise WorkerLost("the process is gone")
+        return b.index
+
+    pool = LocalPool({"a": work}, open=open_one)
+    pool.wait_until_open()
+    failure = pool.submit(batch(1)).exception(5)
+    assert isinstance(failure.__cause__, WorkerLost)
+    waiting = pool.submit(batch(2), avoid=frozenset({"a"}))
+    assert not waiting.done()
+    gate.set()
+    assert waiting.result(5) == 2
+    assert opened == ["a", "a"]
+    assert list(pool.news) == ["a is lost: the process is gone"]
+    pool.close()
+
+
+def test_when_the_last_worker_cannot_be_opened_what_waits_fails_and_what_comes_too():
+    gate = threading.Event()
+
+    def open_none(name):
+        gate.wait(5)
+        raise OSError(f"no room for {name}")
+
+    pool = LocalPool({"a": len, "b": len}, open=open_none)
+    waiting = pool.submit(batch())
+    gate.set()
+    with pytest.raises(OSError, match="no room"):
+        pool.wait_until_open()
+    for future in (waiting, pool.submit(batch())):
+        assert isinstance(future.exception(5).__cause__, OSError)
+    assert pool.workers == ()
+    assert sorted(pool.news) == ["a has left: no room for a", "b has left: no room for b"]
+    pool.close()
+
+
+def test_the_report_counts_what_each_worker_did():
+    pool = LocalPool({"a": lambda b: b.index})
+    for index in range(3):
+        pool.submit(batch(index)).result(5)
+    (line,) = pool.report()
+    assert line.startswith("a: 3 batches, busy ")
+    pool.close()
+
+
 def test_a_pool_without_workers_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         LocalPool({})
@@ -256,6 +311,13 @@ def test_a_topology_without_room_is_refused(monkeypatch, count, device, topology
     gpus(monkeypatch, count)
     with pytest.raises(ValueError, match=message):
         place(device, *topology)
+
+
+def test_where_the_targets_are_elsewhere_the_drafter_has_the_last_gpu(monkeypatch):
+    gpus(monkeypatch, 8)
+    assert [str(place_drafter(device)) for device in ("auto", "cuda", "cuda:3", "cpu")] == ["cuda:7", "cuda:7", "cuda:3", "cpu"]
+    gpus(monkeypatch, 0)
+    assert str(place_drafter("auto")) == "cpu"
 
 
 def test_threads_are_divided_among_workers_and_drafter(monkeypatch):

@@ -21,8 +21,9 @@ STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
 HARMLESS = frozenset(
     (
-        "resume", "watch", "device", "threads", "topology", "prefetch", "q_hs_mb", "retries", "probe", "time_limit", "tracker", "watts",
-        "checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "log_every", "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
+        "resume", "watch", "device", "threads", "topology", "engine", "ray_address", "prefetch", "q_hs_mb", "retries", "probe",
+        "time_limit", "tracker", "watts", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "log_every",
+        "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
 
@@ -101,6 +102,8 @@ class TrainConfig(NotebookConfig):
     device: str = option("auto", "auto, cpu, cuda, or one device such as cuda:1")
     dtype: str = option("auto", "number format of the target and of matrix products", choices=("auto", "float32", "bfloat16"))
     topology: str = option("1-1", "target workers and drafters as N-M")
+    engine: str = option("local", "where target workers run, threads of this machine or actors of a Ray cluster", choices=("local", "ray"))
+    ray_address: str = option("", "Ray cluster to join, auto or host:port, empty for one on this machine that ends with the run")
     threads: int = option(0, "CPU threads of all workers together, 0 for every core", at_least=0)
     prefetch: int = option(8, "collated batches that may wait for the target", at_least=1)
     q_hs_mb: int = option(256, "MiB of hidden states that may wait for the drafter", at_least=1)
@@ -134,6 +137,8 @@ class TrainConfig(NotebookConfig):
             yield f"target_layers: {self.target_layers!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
         if self.mask_token != "auto" and not self.mask_token.isdecimal():
             yield f"mask_token: {self.mask_token!r} was given, needed: auto, or the number of a token"
+        if self.ray_address and self.engine != "ray":
+            yield f"ray_address {self.ray_address!r} was given, but engine is {self.engine!r}: use engine ray"
         if self.watch and self.resume:
             yield "watch and resume were both given: looking at a run and continuing it are two calls"
         if Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):

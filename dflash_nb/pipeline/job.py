@@ -7,6 +7,7 @@ sample, about 10 s for 902,087 rows (most of it the scan for token ids that the 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from dflash_nb.data.source import DatasetError
 from dflash_nb.model.drafter import DrafterConfig
 from dflash_nb.model.target_info import TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.local import Placement, place
+from dflash_nb.pipeline.local import Placement, place, place_drafter
 from dflash_nb.pipeline.schedule import learning_rate, optimizer_steps, warmup_length
 from dflash_nb.planner.batches import BatchPlan, PlannedBatch, plan_epoch
 from dflash_nb.planner.buckets import BucketPlan, resolve_buckets
@@ -125,7 +126,7 @@ def prepare_job(config: TrainConfig) -> Job:
     """
     if config.strategy == "packed":
         raise ValueError("strategy packed can be planned and compared (notebook 02), but not trained: use bucketed")
-    placement = place(config.device, *config.workers)
+    placement = _placement(config)
     info = read_target_info(config.target, config.mask_token_id)
     path = dataset_path(config.dataset)
     dataset = TokenDataset.open(path, withhold=config.heldout_rows)
@@ -183,6 +184,18 @@ def prepare_job(config: TrainConfig) -> Job:
         steps=tuple(steps),
         tokens_by_step=np.concatenate(tokens),
     )
+
+
+def _placement(config: TrainConfig) -> Placement:
+    """With engine ray the workers' devices are Ray's choice; the drafter's device stands for their kind."""
+    if config.engine == "local":
+        return place(config.device, *config.workers)
+    import_module("dflash_nb.pipeline.ray")  # says what to install
+    targets, drafters = config.workers
+    if drafters != 1:
+        raise ValueError(f"topology {config.topology}: engine ray trains one drafter; use {targets}-1")
+    drafter = place_drafter(config.device)
+    return Placement((drafter,) * targets, drafter)
 
 
 def _check_tokens(dataset: TokenDataset, info: TargetInfo, mask_token_id: int) -> None:

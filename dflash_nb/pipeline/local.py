@@ -20,7 +20,7 @@ import torch
 from dflash_nb.model.target import Features, FrozenTarget
 from dflash_nb.model.target_info import TargetInfo
 from dflash_nb.pipeline.environment import usable_cores
-from dflash_nb.pipeline.window import WorkerFailure
+from dflash_nb.pipeline.window import WorkerFailure, WorkerLost
 
 JOIN_SECONDS = 8.0
 RETIRE_AFTER = 3
@@ -60,6 +60,13 @@ def place(device: str, targets: int, drafters: int = 1) -> Placement:
     if targets + 1 > count:
         raise ValueError(f"topology {targets}-1 needs {targets + 1} GPUs, {count} are visible; use topology {count - 1}-1")
     return Placement(tuple(torch.device("cuda", index) for index in range(targets)), torch.device("cuda", targets))
+
+
+def place_drafter(device: str) -> torch.device:
+    """The drafter's device where the target workers are elsewhere: the last visible GPU, unless ``device`` is another one."""
+    drafter = place(device, 1).drafter
+    named = drafter.type != "cuda" or torch.device("cuda" if device == "auto" else device).index is not None
+    return drafter if named else torch.device("cuda", torch.cuda.device_count() - 1)
 
 
 def intra_op_threads(threads: int, targets: int) -> int:
@@ -136,13 +143,27 @@ class LocalPool:
     ``stop`` is set when the pool closes: a callable that can take long should look at it and raise. A worker that fails
     3 batches in a row is retired while others are left. The frames of a failed call are cleared, so that its tensors are free
     before the batch is tried again; file names and line numbers of the traceback stay.
+
+    ``open(name)`` is called in the worker's thread before its first batch, and again when its callable raised ``WorkerLost``; until it
+    returns the worker takes no batch, and when it raises the worker leaves. ``news`` collects sentences about workers.
     """
 
-    def __init__(self, works: Mapping[str, Callable[[Any], Any]], stop: threading.Event | None = None):
+    def __init__(
+        self,
+        works: Mapping[str, Callable[[Any], Any]],
+        stop: threading.Event | None = None,
+        open: Callable[[str], None] = lambda name: None,
+    ):
         if not works:
             raise ValueError("a pool needs at least one worker")
         self.stop = stop or threading.Event()
+        self.news: deque[str] = deque()
+        self._started = time.monotonic()
+        self._done = dict.fromkeys(works, (0, 0.0))
         self._works = dict(works)
+        self._open = open
+        self._opening = set(works)
+        self._left: WorkerFailure | None = None
         self._tasks: deque[_Task] = deque()
         self._changed = threading.Condition()
         self._alive = dict.fromkeys(works, 0)
@@ -162,12 +183,26 @@ class LocalPool:
         with self._changed:
             if self.stop.is_set():
                 raise RuntimeError("the pool is closed")
-            if avoid:
+            if not self._alive:
+                task.future.set_exception(self._left)
+            elif avoid:
                 self._tasks.appendleft(task)
             else:
                 self._tasks.append(task)
             self._changed.notify_all()
         return task.future
+
+    def wait_until_open(self) -> None:
+        """Return when a worker is open; raises what kept the last one from opening when all have left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alive or self._alive.keys() - self._opening)
+            if not self._alive:
+                raise self._left.__cause__
+
+    def report(self) -> list[str]:
+        """A line for each worker: what it has done so far."""
+        seconds = time.monotonic() - self._started
+        return [f"{name}: {batches:,} batches, busy {busy / seconds:.0%} of the time" for name, (batches, busy) in self._done.items()]
 
     def close(self, timeout: float = JOIN_SECONDS) -> None:
         """Cancel what is queued, ask what runs to stop, and wait for the threads. A thread that does not end in time is an error."""
@@ -186,26 +221,64 @@ class LocalPool:
         self._works.clear()
 
     def _serve(self, name: str) -> None:
-        while (task := self._take(name)) is not None:
-            if task.future.set_running_or_notify_cancel():
-                self._run(name, task)
+        is_open = self._try_to_open(name)
+        while is_open and (task := self._take(name)) is not None:
+            lost = task.future.set_running_or_notify_cancel() and not self._run(name, task)
             del task
+            if lost:
+                is_open = self._try_to_open(name)
 
-    def _run(self, name: str, task: _Task) -> None:
+    def _try_to_open(self, name: str) -> bool:
+        try:
+            self._open(name)
+            return True
+        except BaseException as error:
+            self._leave(name, _failure(name, error))
+            return False
+        finally:
+            with self._changed:
+                self._opening.discard(name)
+                self._changed.notify_all()
+
+    def _leave(self, name: str, failure: WorkerFailure) -> None:
+        """Without any worker left, what is queued fails: nobody would take it."""
+        with self._changed:
+            self._alive.pop(name, None)
+            self._left = failure
+            if not self.stop.is_set():
+                self.news.append(f"{name} has left: {failure.__cause__}")
+            abandoned = () if self._alive else tuple(self._tasks)
+            if abandoned:
+                self._tasks.clear()
+        for task in abandoned:
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_exception(failure)
+
+    def _run(self, name: str, task: _Task) -> bool:
+        """Whether the worker is still there afterwards."""
+        started = time.monotonic()
         try:
             features = self._works[name](task.batch)
         except BaseException as error:
-            self._count(name, failed=True)
+            lost = isinstance(error, WorkerLost)
+            if lost:
+                self.news.append(f"{name} is lost: {error}")
+            else:
+                self._count(name, failed=True)
             task.future.set_exception(_failure(name, error))
-        else:
-            self._count(name, failed=False)
-            task.future.set_result(features)
+            return not lost
+        self._count(name, failed=False)
+        batches, busy = self._done[name]
+        self._done[name] = batches + 1, busy + time.monotonic() - started
+        task.future.set_result(features)
+        return True
 
     def _count(self, name: str, failed: bool) -> None:
         with self._changed:
             self._alive[name] = self._alive[name] + 1 if failed else 0
             if self._alive[name] >= RETIRE_AFTER and len(self._alive) > 1:
                 del self._alive[name]
+                self.news.append(f"{name} is retired after {RETIRE_AFTER} failures in a row")
                 self._changed.notify_all()
 
     def _take(self, name: str) -> _Task | None:

@@ -148,7 +148,8 @@ class Run:
                 self.bad_lines += 1
                 continue
             if kind == "resume":
-                self.events = [e for e in self.events if e["step"] <= step or e["kind"] in ("dropped", "warning", "retry", "interrupt")]
+                stay = ("dropped", "warning", "retry", "worker", "interrupt")
+                self.events = [e for e in self.events if e["step"] <= step or e["kind"] in stay]
             self.events.append(event)
 
 

@@ -27,7 +27,7 @@ from dflash_nb.pipeline.run import Run as Run
 from dflash_nb.pipeline.run import read_run as read_run
 
 FILLED_IN = frozenset({"time", "elapsed", "finite"})
-EVENT_KINDS = frozenset({"start", "checkpoint", "resume", "dropped", "eval", "retry", "warning", "interrupt", "finish", "epoch"})
+EVENT_KINDS = frozenset({"start", "checkpoint", "resume", "dropped", "eval", "retry", "warning", "interrupt", "finish", "epoch", "worker"})
 STATUSES = frozenset({"finished", "interrupted", "failed"})
 
 

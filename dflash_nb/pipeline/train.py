@@ -7,6 +7,7 @@ and a checkpoint every ``checkpoint_every`` steps.
 
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.interrupt import Hold, interruptible
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import LocalPool, bytes_per_token, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.local import bytes_per_token, intra_op_threads, load_targets, target_pool
 from dflash_nb.pipeline.optimizer import make_optimizer
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.probe import memory_bytes, probe
@@ -33,7 +34,7 @@ from dflash_nb.pipeline.runlog import RunLog, new_run_folder, read_run
 from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize
 from dflash_nb.pipeline.trackers import Tracker
-from dflash_nb.pipeline.window import WAITING_BATCHES, Window
+from dflash_nb.pipeline.window import WAITING_BATCHES, Pool, Window
 from dflash_nb.planner.state import PlanChangedError, PlanState
 
 SPEED_STEPS = (6, 25)  # after start-up; 20 steps give the mean of a step to a few per cent
@@ -131,7 +132,7 @@ class _Run:
         self.job, self.config, self.log, self.hold = job, job.config, log, hold
         self.step = self.saved_step = 0
         self.checkpoint: Path | None = None
-        self.pool: LocalPool | None = None
+        self.pool: Pool | None = None
         self.window: Window | None = None
         self.tracker = Tracker(self.config.tracker, log.folder, asdict(self.config), lambda text: _warn(log, text))
         self.started = self.saved_at = time.monotonic()
@@ -157,7 +158,7 @@ class _Run:
             self.checkpoint, state = start
             restore(self.checkpoint, self.drafter, self.optimizer)
             self.step = self.saved_step = state["step"]
-        self.pool = target_pool(targets, device)
+        self.pool = self._open_pool(targets)
         if config.probe and self.step == 0:
             probe(job, self.pool, self.drafter, self.head, self.settings)
         self._start_window(targets)
@@ -177,6 +178,7 @@ class _Run:
                 record = self.log.step({"step": self.step + 1, **record, **self._queues()})
                 self.step += 1
             console.step(record)
+            self._tell(self.pool.news)
             self.tracker.step(record)
             if self.step == SPEED_STEPS[1]:
                 self._foretell_speed()
@@ -194,6 +196,7 @@ class _Run:
     def end(self, status: str) -> RunSummary:
         """Checkpoint, last evaluation and export (the first only, if the run is to be continued), and the summary."""
         self._save()
+        self._tell(deque(self.pool.report()))
         export = None
         if status == "finished":
             self._evaluate()
@@ -231,6 +234,23 @@ class _Run:
         for name in ("pool", "target", "head", "drafter", "optimizer", "window"):
             self.__dict__.pop(name, None)
 
+    def _open_pool(self, targets: list) -> Pool:
+        """The pool of target workers. With engine ray the targets loaded here only evaluate and lend their head."""
+        job = self.job
+        if self.config.engine == "local":
+            return target_pool(targets, job.placement.drafter)
+        from dflash_nb.pipeline import ray as on_ray
+
+        largest = max(plan["most_tokens"] for plan in job.plans) * bytes_per_token(targets[0])
+        return on_ray.target_pool(job, torch.get_num_threads(), largest)
+
+    def _tell(self, news: deque[str]) -> None:
+        """Print and log what happened to workers."""
+        while news:
+            text = news.popleft()
+            self.log.event("worker", text=text)
+            print(text, flush=True)
+
     def _start_window(self, targets: list) -> None:
         job, config = self.job, self.config
         token_bytes = bytes_per_token(targets[0])
@@ -255,6 +275,7 @@ class _Run:
         )
 
     def _note_retry(self, batch: Any, failure: Exception, attempt: int) -> None:
+        self._tell(self.pool.news)
         self.log.event("retry", epoch=batch.epoch, batch=batch.index, attempt=attempt, error=str(failure))
         print(f"warning: batch {batch.index} of epoch {batch.epoch} is run again (attempt {attempt}): {failure}", flush=True)
 

@@ -10,6 +10,7 @@ All logic runs in the caller's thread, inside ``next()``: room appears only when
 handed out. A batch that failed is run again, first on workers that have not failed it.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,10 @@ class WorkerFailure(Exception):
         self.worker = worker
 
 
+class WorkerLost(Exception):
+    """What a worker's callable raises when the worker itself is gone: its batch has failed, and the worker must be opened again."""
+
+
 class WorkerError(RuntimeError):
     """A batch failed on every worker that may try it, or no worker is left. The original error is the cause."""
 
@@ -40,7 +45,11 @@ class WorkerError(RuntimeError):
 
 
 class Pool(Protocol):
-    """What the window asks of a pool of target workers, whether threads here or processes elsewhere."""
+    """What a run asks of a pool of target workers, whether threads here or processes elsewhere. ``stop`` tells it to end what runs;
+    ``news`` are sentences about workers, taken from the left."""
+
+    stop: threading.Event
+    news: deque[str]
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -51,6 +60,9 @@ class Pool(Protocol):
 
         A batch with a non-empty ``avoid`` has failed before and is served ahead of the others.
         """
+
+    def report(self) -> list[str]:
+        """A line for each worker: what it has done so far."""
 
     def close(self) -> None:
         """Cancel what is queued, end what runs, and return when no worker is left."""
