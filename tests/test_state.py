@@ -50,7 +50,7 @@ def test_changed_data_is_named():
     other = LENGTHS.copy()
     other[5] += 1
     saved = plan_fingerprint(LENGTHS, **OPTIONS)
-    with pytest.raises(PlanChangedError, match=r"changed: lengths_sha256: saved '\w+', now '\w+'$"):
+    with pytest.raises(PlanChangedError, match=r"changed: lengths_sha256: saved '\w+', now '\w+'\. Restore"):
         check_fingerprint(saved, plan_fingerprint(other, **OPTIONS))
     with pytest.raises(PlanChangedError, match="rows: saved 3000, now 2999"):
         check_fingerprint(saved, plan_fingerprint(LENGTHS[:-1], **OPTIONS))

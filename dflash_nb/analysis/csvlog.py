@@ -72,7 +72,7 @@ def choose_columns(names: list[str], mapping: str = "") -> dict[str, str]:
         if not colon or ours not in NAMES:
             raise RunError(f"columns: {pair!r} was given, needed: NAME:COLUMN with NAME one of {', '.join(NAMES)}")
         if theirs not in names:
-            raise RunError(f"columns: there is no column {theirs!r}; the file has {', '.join(names)}")
+            raise RunError(f"columns: there is no column {theirs!r}; the file has {', '.join(names)}: name one of these")
         chosen[ours] = theirs
     plain = {name: _plain(name) for name in names if not name.endswith(("__MIN", "__MAX")) and name not in chosen.values()}
     for ours, words in NAMES.items():
@@ -96,7 +96,7 @@ def _table(path: Path) -> tuple[pa.Table, int]:
     with path.open("r", encoding="utf-8-sig", errors="replace") as file:
         header = file.readline()
     if not header.strip():
-        raise RunError(f"{path} is empty")
+        raise RunError(f"{path} is empty; export the run again")
     bad = []
     try:
         table = pyarrow.csv.read_csv(
@@ -123,7 +123,10 @@ def _numbers(path: Path, table: pa.Table, name: str) -> tuple[np.ndarray, np.nda
             try:
                 values[i] = float(column[i].as_py())
             except ValueError:
-                raise RunError(f"{path}: column {name!r} holds {column[i].as_py()!r} in row {i + 1}, which is not a number") from None
+                raise RunError(
+                    f"{path}: column {name!r} holds {column[i].as_py()!r} in row {i + 1}, which is not a number. "
+                    "Name another column with -p columns, or correct the row"
+                ) from None
         return valid, values
     return valid, column.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False).copy()
 

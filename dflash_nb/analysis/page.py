@@ -59,7 +59,7 @@ def captioned(notebook: NotebookNode) -> NotebookNode:
     turned from fixed-width lines into a caption. Changes the notebook in place and returns it.
     """
     for cell in notebook.cells:
-        outputs = []
+        outputs: list[NotebookNode] = []
         for output in cell.get("outputs", []):
             if outputs and output.output_type == outputs[-1].output_type == "stream" and output.name == outputs[-1].name:
                 outputs[-1].text += output.text

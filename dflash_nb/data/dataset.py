@@ -68,7 +68,7 @@ class TokenDataset:
         numbers = _check_columns(source)
         batches = [batch for path in source.files for batch in map_file(path, ("input_ids", "loss_mask"), numbers)]
         if not batches:
-            raise DatasetError(f"{source.path} holds no samples.")
+            raise DatasetError(f"{source.path} holds no samples. Prepare it again, or name another dataset.")
         self._ids, self._masks = ([batch.lists[name] for batch in batches] for name in ("input_ids", "loss_mask"))
         self._first = np.cumsum([0, *map(len, self._ids)])
         lengths = check_lengths(np.concatenate([ids.lengths for ids in self._ids]), str(source.path), "input_ids")
@@ -116,7 +116,10 @@ class TokenDataset:
         if self._supervised_column is not None:
             counts = self._supervised_column
             if len(bad := np.flatnonzero((counts < 0) | (counts > self.lengths))):
-                raise DatasetError(f"{self.path}: n_supervised of row {bad[0]} is {counts[bad[0]]}, its length {self.lengths[bad[0]]}.")
+                raise DatasetError(
+                    f"{self.path}: n_supervised of row {bad[0]} is {counts[bad[0]]}, its length {self.lengths[bad[0]]}. "
+                    "Write the column again, or drop it."
+                )
             return counts
         parts = []
         for masks, first, last in self._pieces(self._masks):
@@ -155,7 +158,8 @@ class TokenDataset:
         lengths = self.lengths[ids] if max_length is None else np.minimum(self.lengths[ids], max_length)
         if len(over := np.flatnonzero(lengths > padded_length)):
             raise DatasetError(
-                f"{self.path}: row {ids[over[0]]} has {lengths[over[0]]} tokens, more than the padded length {padded_length}."
+                f"{self.path}: row {ids[over[0]]} has {lengths[over[0]]} tokens, more than the padded length {padded_length}: "
+                "make a new plan for this dataset."
             )
         tokens = np.full((len(ids), padded_length), pad_id, np.int32)
         mask = np.zeros((len(ids), padded_length), bool)

@@ -141,7 +141,7 @@ def read_lengths(source: str | os.PathLike[str], column: str = "seq_len") -> np.
         check_token_list(files[0], column, schema.field(column).type)
         parts = [part for path in files for part in _list_lengths(path, column)]
     else:
-        raise LengthError(f"{files[0]} has no column {column!r}. It has: {', '.join(schema.names)}.")
+        raise LengthError(f"{files[0]} has no column {column!r}. It has: {', '.join(schema.names)}. Name one with -p column.")
     return check_lengths(np.concatenate([as_int64(part) for part in parts] or [np.zeros(0, np.int64)]), str(source), column)
 
 
@@ -156,7 +156,7 @@ def read_histogram(source: str | os.PathLike[str], column: str = "seq_len") -> L
 def check_lengths(lengths: np.ndarray, source: str, column: str = "seq_len") -> np.ndarray:
     """The same lengths as int64, after refusing an empty array, other types than integers, and rows below 1 by name."""
     if lengths.size == 0:
-        raise LengthError(f"{source} holds no samples.")
+        raise LengthError(f"{source} holds no samples. Name another file or folder.")
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.ndim != 1:
         raise LengthError(f"{source}: lengths must be a one-dimensional integer array, not {lengths.dtype} of shape {lengths.shape}.")
     bad = np.flatnonzero(lengths < 1)

@@ -167,7 +167,7 @@ def _fit(samples: list[Sample], limit: int | None, too_long: str, counts: Counte
 
 def _heldout_records(heldout: int | float, n_records: int, path: Path) -> int:
     if n_records == 0:
-        raise DatasetError(f"{path} holds no records.")
+        raise DatasetError(f"{path} holds no records. Name a file with one JSON object a line.")
     if isinstance(heldout, bool) or heldout < 0 or (heldout >= 1 and heldout != int(heldout)):
         raise ValueError(f"heldout is {heldout!r}; give a number of records, or a share below 1.")
     count = int(heldout) if heldout >= 1 or heldout == 0 else max(1, round(heldout * n_records))
@@ -181,10 +181,13 @@ def _check(splits: dict[str, Counter], counts: Counter, source: Path, wants_held
     for split in ("train", "heldout") if wants_heldout else ("train",):
         if not splits[split]["rows"]:
             raise DatasetError(
-                f"{source}: no row is left for {split}; {counts['too long']:,} records were too long, {counts['bad']:,} unusable."
+                f"{source}: no row is left for {split}; {counts['too long']:,} records were too long, {counts['bad']:,} unusable. "
+                "Raise max_length, or correct the records."
             )
         if not splits[split]["supervised"]:
-            raise DatasetError(f"{source}: no row of {split} has a supervised token. Does each chat hold an assistant's turn?")
+            raise DatasetError(
+                f"{source}: no row of {split} has a supervised token. Give chats with an assistant's turn, or raise max_length."
+            )
     rows, unsupervised = (sum(count[name] for count in splits.values()) for name in ("rows", "unsupervised"))
     if unsupervised > WARN_UNSUPERVISED_SHARE * rows:
         return [f"{unsupervised:,} of {rows:,} rows ({unsupervised / rows:.1%}) have no supervised token and teach nothing"]

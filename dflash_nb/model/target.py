@@ -155,7 +155,9 @@ class FrozenTarget:
             layers[1][i].register_forward_hook(self._hook(k))
         output = model.get_output_embeddings()
         if getattr(output, "bias", None) is not None:
-            raise TargetError(f"{info.name}: its output head has a bias, which drafters sharing the head cannot carry.")
+            raise TargetError(
+                f"{info.name}: its output head has a bias, which drafters sharing the head cannot carry. Choose a target without."
+            )
         self._head = TargetHead(model.get_input_embeddings().weight, output.weight, info)
 
     @classmethod
@@ -183,7 +185,10 @@ class FrozenTarget:
             try:
                 model = AutoModelForCausalLM.from_pretrained(info.path, dtype=dtype, local_files_only=True, trust_remote_code=False)
             except (OSError, ValueError, KeyError) as error:
-                raise TargetError(f"target {info.name} in {info.path} cannot be loaded as a causal language model: {error}") from error
+                raise TargetError(
+                    f"target {info.name} in {info.path} cannot be loaded as a causal language model: {error}. "
+                    "Copy its files again, or install the version of transformers that its config.json names"
+                ) from error
         return cls(model.to(device), info, layer_ids, with_last_hidden)
 
     @property
@@ -281,7 +286,10 @@ def _decoder_layers(decoder: nn.Module, info: TargetInfo) -> tuple[str, nn.Modul
     stacks = [(name, child) for name, child in children if isinstance(child, nn.ModuleList) and len(child) == info.num_layers]
     if len(stacks) != 1:
         kind, depth = type(decoder).__name__, info.num_layers
-        raise TargetError(f"{info.name}: {kind} has {len(stacks)} lists of {depth} modules; cannot tell which are its decoder layers.")
+        raise TargetError(
+            f"{info.name}: {kind} has {len(stacks)} lists of {depth} modules, so its decoder layers cannot be told. "
+            "Choose a target with one list of decoder layers."
+        )
     return stacks[0]
 
 

@@ -91,7 +91,7 @@ def resolve_target(name: str | Path) -> Path:
                 f"target {str(name)!r} is neither a folder here ({folder}) nor in the local Hugging Face cache. "
                 f"Download it first (`hf download {name}`), or use 'sample' or 'smollm2'."
             ) from None
-    raise TargetError(f"target {str(name)!r}: there is no folder {folder}. Known names are 'sample' and 'smollm2'.")
+    raise TargetError(f"target {str(name)!r}: there is no folder {folder}. Known names are 'sample' and 'smollm2'; use one, or a folder.")
 
 
 def read_target_info(name: str | Path, mask_token_id: int | None = None) -> TargetInfo:
@@ -109,7 +109,7 @@ def read_target_info(name: str | Path, mask_token_id: int | None = None) -> Targ
         for key in keys:
             if isinstance(text.get(key), int):
                 return text[key]
-        raise TargetError(f"{path / 'config.json'} has no {keys[0]}: it does not describe a causal language model.")
+        raise TargetError(f"{path / 'config.json'} has no {keys[0]}: it does not describe a causal language model. Name the folder of one.")
 
     hidden_size = need("hidden_size", "n_embd", "d_model")
     num_layers = need("num_hidden_layers", "n_layer", "num_layers")
@@ -181,7 +181,7 @@ def check_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise TargetError(f"target_layer_ids {ids} must be integers.")
     if bad := [i for i in ids if not 0 <= i < num_layers]:
-        raise TargetError(f"target_layer_ids {ids}: {bad} out of range; the target has layers 0 to {num_layers - 1}.")
+        raise TargetError(f"target_layer_ids {ids}: {bad} out of range; choose from layers 0 to {num_layers - 1}.")
     if any(a >= b for a, b in itertools.pairwise(ids)):
         raise TargetError(f"target_layer_ids {ids} must increase and name each layer once.")
     return tuple(ids)
@@ -207,7 +207,7 @@ def _read_json(path: Path, missing_ok: bool = False) -> dict:
     except (OSError, ValueError) as error:
         raise TargetError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise TargetError(f"{path} holds a {type(content).__name__}, not an object.")
+        raise TargetError(f"{path} holds a {type(content).__name__}, not an object. Copy it again from where it was published.")
     return content
 
 

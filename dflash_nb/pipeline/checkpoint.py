@@ -93,7 +93,10 @@ def restore(path: Path, module: torch.nn.Module, optimizer: DrafterOptimizer) ->
     weights = load_file(path / WEIGHTS)
     ours = module.state_dict()
     if problems := sorted(weights.keys() ^ ours.keys()) or [name for name in ours if ours[name].shape != weights[name].shape]:
-        raise CheckpointError(f"{path.name}: the drafter differs from the checkpoint's in {', '.join(problems[:5])}")
+        raise CheckpointError(
+            f"{path.name}: the drafter differs from the checkpoint's in {', '.join(problems[:5])}. "
+            "Continue with the settings of the run's config.json, or start a new run"
+        )
     module.load_state_dict(weights)
     saved = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
     names = {parameter: name for name, parameter in module.named_parameters()}

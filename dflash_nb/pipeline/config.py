@@ -132,7 +132,10 @@ class TrainConfig(NotebookConfig):
         if not (targets.isdecimal() and drafters.isdecimal() and int(targets) > 0 and int(drafters) > 0):
             yield f"topology: {self.topology!r} was given, needed: target workers and drafters such as 1-1 or 7-1"
         if self.max_length > self.token_budget:
-            yield f"max_length {self.max_length} is more than token_budget {self.token_budget}: a batch could not hold one sample"
+            yield (
+                f"max_length {self.max_length} is more than token_budget {self.token_budget}: a batch could not hold one sample. "
+                "Raise token_budget"
+            )
         if self.target_layers != "auto" and not all(part.strip().isdecimal() for part in self.target_layers.split(",")):
             yield f"target_layers: {self.target_layers!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
         if self.mask_token != "auto" and not self.mask_token.isdecimal():
@@ -140,7 +143,7 @@ class TrainConfig(NotebookConfig):
         if self.ray_address and self.engine != "ray":
             yield f"ray_address {self.ray_address!r} was given, but engine is {self.engine!r}: use engine ray"
         if self.watch and self.resume:
-            yield "watch and resume were both given: looking at a run and continuing it are two calls"
+            yield f"watch {self.watch} and resume {self.resume} were both given: looking and continuing are two calls, leave out one"
         if Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
             yield f"run_name: {self.run_name!r} was given, needed: a folder name without a path (runs_dir says where it goes)"
 

@@ -125,7 +125,7 @@ def prepare_job(config: TrainConfig) -> Job:
     Raises the error of the room that found the problem (DatasetError, TargetError, BucketError, PlanError, ValueError); nothing is written.
     """
     if config.strategy == "packed":
-        raise ValueError("strategy packed can be planned and compared (notebook 02), but not trained: use bucketed")
+        raise ValueError("strategy: packed can be planned and compared (notebook 02), but not trained; use bucketed")
     placement = _placement(config)
     info = read_target_info(config.target, config.mask_token_id)
     path = dataset_path(config.dataset)

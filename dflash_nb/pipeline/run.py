@@ -172,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as problem:
-        raise RunError(f"{path} is not readable as JSON: {problem}") from None
+        raise RunError(f"{path} is not readable as JSON: {problem}. Copy the run folder again, or remove the file") from None
 
 
 class _Tail:

@@ -67,7 +67,7 @@ def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.
     longest = min(LONGEST_PROMPT, job.info.max_positions - new_tokens)
     texts = heldout_prompts(job.heldout, heldout_order(job.heldout, config.seed), prompts, longest)
     if not texts:
-        raise ValueError(f"{config.dataset} has no held-out prompt of 1 to {longest} tokens")
+        raise ValueError(f"{config.dataset} has no held-out prompt of 1 to {longest} tokens; give fewer new tokens, or shorter prompts")
     print(f"{found[0]}: {len(texts):,} prompts, at most {new_tokens} tokens each", flush=True)
     head, started = target.head(job.placement.drafter), time.monotonic()
     said, tokens, passes = started, [], []
@@ -80,7 +80,7 @@ def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.
             so_far, left = sum(tokens) / max(1, sum(passes)), (now - started) * (len(texts) / done - 1)
             print(f"{done:,} of {len(texts):,} prompts, tau {so_far:.3f} so far, {left:,.0f} s to go", flush=True)
     if not sum(passes):
-        raise ValueError("every text ended with its first token, so nothing was drafted")
+        raise ValueError(f"each of {len(texts)} texts ended with its first token, so nothing was drafted: give more prompts")
     drawn = np.random.default_rng(0).integers(0, len(texts), (DRAWS, len(texts)))
     taus = np.array(tokens)[drawn].sum(1) / np.maximum(np.array(passes)[drawn].sum(1), 1)
     low, high = np.quantile(taus, (0.025, 0.975))

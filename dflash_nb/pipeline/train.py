@@ -117,12 +117,19 @@ def _check_same_run(job: Job, state: dict[str, Any]) -> None:
     """Refuse to continue on other data, another plan or another length of the run."""
     changed = [name for name, value in job.data.items() if state["data"].get(name) != value]
     if changed:
-        raise PlanChangedError(f"dataset {job.dataset.path} has changed since the checkpoint was written: {', '.join(changed)}")
+        raise PlanChangedError(
+            f"dataset {job.dataset.path} has changed since the checkpoint was written: {', '.join(changed)}. "
+            "Put the old data back, or start a new run"
+        )
     position = PlanState.from_json(state["plan"])
     if (position.epoch, position.resume(job.plan(position.epoch), job.fingerprint)) != job.position(state["step"]):
-        raise PlanChangedError(f"the checkpoint's step {state['step']} is at another place of the plan; was accumulation changed?")
+        raise PlanChangedError(
+            f"the checkpoint's step {state['step']} is at another place of the plan. Give back the old accumulation, or start a new run"
+        )
     if state["schedule"] != job.schedule:
-        raise PlanChangedError(f"the learning-rate schedule has changed: saved {state['schedule']}, now {job.schedule}")
+        raise PlanChangedError(
+            f"the learning-rate schedule has changed: saved {state['schedule']}, now {job.schedule}. Restore it, or start a new run"
+        )
 
 
 class _Run:

@@ -199,7 +199,7 @@ class Window:
 
     def _submit(self, batch: Any, avoid: frozenset[str] = frozenset()) -> Future:
         if not self._pool.workers:
-            raise WorkerError(f"no target worker is left for {_named(batch)}; see the retry events for what ended them", _ids(batch))
+            raise WorkerError(f"no target worker is left for {_named(batch)}; read the retry events for what ended them", _ids(batch))
         return self._pool.submit(batch, avoid)
 
 
@@ -219,4 +219,5 @@ def _named(batch: Any) -> str:
 
 def _gave_up(entry: _Entry) -> WorkerError:
     tries = "; ".join(str(failure) for failure in entry.failures)
-    return WorkerError(f"{_named(entry.batch)} failed {len(entry.failures)} times and is not tried again. {tries}", _ids(entry.batch))
+    sentence = f"{_named(entry.batch)} failed {len(entry.failures)} times and is not tried again; look at these samples. {tries}"
+    return WorkerError(sentence, _ids(entry.batch))

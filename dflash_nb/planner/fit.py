@@ -112,7 +112,7 @@ def shape_folds(measured: Measured) -> np.ndarray:
 def held_out(terms_MP: np.ndarray, seconds_M: np.ndarray, fold_M: np.ndarray) -> np.ndarray:
     """Seconds of each fold predicted from the others, float64[M]. Raises CostError if there is but one."""
     if len(np.unique(fold_M)) < 2:
-        raise CostError("every measured batch has the same shape, which cannot tell the terms of a cost model apart")
+        raise CostError(f"all {len(seconds_M)} measured batches have the same shape; measure other shapes as well to tell the terms apart")
     predicted_M = np.empty(len(seconds_M))
     for fold in np.unique(fold_M):
         out = fold_M == fold
