@@ -155,7 +155,10 @@ class RayPool:
             asked, reference = time.monotonic(), actor.place.remote()
             while not self._done(reference):
                 if not self.places and time.monotonic() - asked > PLACE_SECONDS:
-                    raise RuntimeError(f"no node of the Ray cluster has had room for {name} ({self._resources}) in {PLACE_SECONDS:.0f} s")
+                    raise RuntimeError(
+                        f"no node of the Ray cluster has had room for {name} ({self._resources}) in {PLACE_SECONDS:.0f} s; "
+                        "add a node that has, or use fewer workers in topology"
+                    )
             place = _get(reference)
             reference = actor.open.remote(self._make)
             while not self._done(reference):
