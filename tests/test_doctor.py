@@ -166,7 +166,6 @@ def test_a_whole_examination_finds_a_sound_run_sound(dataset_path, folders, tmp_
         ({"mask_token": "2"}, "mask token"),
         ({"token_budget": 40}, "lengths"),
         ({"topology": "3-2"}, "device"),
-        ({"strategy": "packed"}, "plan"),
     ],
 )
 def test_a_faulty_configuration_is_stopped_by_name(dataset_path, folders, tmp_path, changes, name):
@@ -176,6 +175,14 @@ def test_a_faulty_configuration_is_stopped_by_name(dataset_path, folders, tmp_pa
     assert found.of("capture") is None and "mend" in found.left_out
     with pytest.raises(DoctorError, match=f"{name}: "):
         found.require()
+
+
+def test_packing_is_examined_where_the_target_can_and_stopped_where_it_cannot(dataset_path, folders, tmp_path):
+    hybrid = examine(tiny_config(dataset_path, folders["hybrid"], tmp_path / "runs", strategy="packed"))
+    assert hybrid.of("plan").level == Level.STOP and "Use strategy bucketed" in hybrid.text()
+    full = examine(tiny_config(dataset_path, folders["qwen3"], tmp_path / "runs", strategy="packed"))
+    assert full.of("packing").level == Level.OK and full.of("padding").level == Level.OK
+    assert full.verdict != "STOP", full.text()
 
 
 def test_missing_inputs_are_named(dataset_path, folders, tmp_path):

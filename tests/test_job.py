@@ -107,7 +107,7 @@ def with_small_vocabulary(made, tmp_path):
         ({"target_layers": "3,9"}, r"\[9\] out of range"),
         ({"max_length": 20}, "samples longer than 20 tokens"),
         ({"buckets": "otto"}, "otto"),
-        ({"strategy": "packed"}, "packed can be planned and compared"),
+        ({"strategy": "packed", "target": "sample"}, "6 of the 8 layers of sample are linear_attention"),
         ({"topology": "2-2"}, "train one drafter; use 2-1"),
         ({"device": "cuda:7"}, "GPUs are visible"),
         ({"device": "gpu"}, "use auto, cpu, cuda"),

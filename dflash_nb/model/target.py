@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_nb.data.dataset import Batch
 from dflash_nb.model.linear import product, runs_on_onednn
+from dflash_nb.model.packing import BY_DOCUMENT, check_packing, packed_inputs, require_packable
 from dflash_nb.model.target_info import TargetError, TargetInfo, check_layer_ids, default_layer_ids, read_target_info
 
 __all__ = [
@@ -50,7 +51,7 @@ class Features:
 
     ``features_ND`` holds the captured layers side by side, D = K * H, in the order of ``layer_ids``; row n belongs to token
     ``input_ids_N[n]``. ``last_hidden_NH`` is the state after the final norm, so ``head.logits(last_hidden_NH[n])`` are the target's
-    logits for the token after n.
+    logits for the token after n. Whether the target ran rows or one packed row shows in ``packed`` and in nothing else.
     """
 
     epoch: int
@@ -64,6 +65,12 @@ class Features:
     loss_mask_N: Tensor
     last_hidden_NH: Tensor | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    packed: bool = False
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that the target computed: rows x padded length, or the real ones if it ran them as one packed row."""
+        return len(self.input_ids_N) if self.packed else len(self.lengths_B) * self.padded_length
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +149,9 @@ class FrozenTarget:
     Several threads may use one target: what a hook captures belongs to the thread that runs the forward.
     """
 
-    def __init__(self, model: nn.Module, info: TargetInfo, layer_ids: Sequence[int], with_last_hidden: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, info: TargetInfo, layer_ids: Sequence[int], with_last_hidden: bool = False, packed: bool = False
+    ) -> None:
         self.model = _with_frozen_products(model.eval().requires_grad_(False))
         self.info = info
         self.layer_ids = check_layer_ids(layer_ids, info.num_layers)
@@ -159,6 +168,9 @@ class FrozenTarget:
                 f"{info.name}: its output head has a bias, which drafters sharing the head cannot carry. Choose a target without."
             )
         self._head = TargetHead(model.get_input_embeddings().weight, output.weight, info)
+        self.packed = packed
+        if packed:
+            check_packing(self.capture, info, self.device)
 
     @classmethod
     def load(
@@ -168,14 +180,18 @@ class FrozenTarget:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
         with_last_hidden: bool = False,
+        packed: bool = False,
     ) -> "FrozenTarget":
         """Load a target that lies on this machine.
 
         ``dtype`` "auto" is the checkpoint's own on an accelerator and float32 on a CPU, where bfloat16 saves nothing and decoding
         would meet ties. ``with_last_hidden`` keeps the state after the final norm too (for KL), which runs all layers.
+        ``packed`` runs the rows of a batch behind each other as one, without padding; TargetError where the target cannot.
         """
         info = name if isinstance(name, TargetInfo) else read_target_info(name)
         layer_ids = check_layer_ids(layer_ids, info.num_layers)
+        if packed:
+            require_packable(info)
         device = torch.device(device)
         if isinstance(dtype, str) and dtype != "auto":
             dtype = getattr(torch, dtype)
@@ -183,13 +199,19 @@ class FrozenTarget:
             dtype = torch.float32
         with _no_progress_bars():
             try:
-                model = AutoModelForCausalLM.from_pretrained(info.path, dtype=dtype, local_files_only=True, trust_remote_code=False)
+                model = AutoModelForCausalLM.from_pretrained(
+                    info.path,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    attn_implementation=BY_DOCUMENT if packed else None,
+                )
             except (OSError, ValueError, KeyError) as error:
                 raise TargetError(
                     f"target {info.name} in {info.path} cannot be loaded as a causal language model: {error}. "
                     "Copy its files again, or install the version of transformers that its config.json names"
                 ) from error
-        return cls(model.to(device), info, layer_ids, with_last_hidden)
+        return cls(model.to(device), info, layer_ids, with_last_hidden, packed)
 
     @property
     def device(self) -> torch.device:
@@ -208,7 +230,7 @@ class FrozenTarget:
         return self._head if device is None else self._head.to(device)
 
     def features(self, batch: Batch) -> Features:
-        """Hidden states of the chosen layers for the real tokens of a right-padded batch.
+        """Hidden states of the chosen layers for the real tokens of a right-padded batch; a packed target runs those alone.
 
         ``seconds`` holds ``transfer`` (ids to the device) and ``target`` (the forward, waited for).
         """
@@ -218,12 +240,15 @@ class FrozenTarget:
         where_N = _move(is_real_BT.flatten().nonzero().squeeze(1), self.device)
         input_ids_BT = _move(torch.from_numpy(batch.input_ids_BT).long(), self.device)
         loss_mask_BT = _move(torch.from_numpy(batch.loss_mask_BT), self.device)
-        attention_mask_BT = _move(is_real_BT.long(), self.device)
+        input_ids_N = input_ids_BT.flatten()[where_N]
+        if self.packed:
+            inputs, places_N = packed_inputs(input_ids_N, lengths_B), torch.arange(len(where_N), device=self.device)
+        else:
+            attention_mask_BT = _move(is_real_BT.long(), self.device)
+            inputs, places_N = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT, "use_cache": False}, where_N
         self._wait()
         moved = time.perf_counter()
-        features_ND, last_hidden_NH = self.capture(
-            where_N, with_last_hidden=self.with_last_hidden, input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
-        )
+        features_ND, last_hidden_NH = self.capture(places_N, with_last_hidden=self.with_last_hidden, **inputs)
         self._wait()
         return Features(
             epoch=batch.epoch,
@@ -233,10 +258,11 @@ class FrozenTarget:
             sample_ids_B=torch.from_numpy(batch.sample_ids_B).long(),
             lengths_B=lengths_B,
             features_ND=features_ND,
-            input_ids_N=input_ids_BT.flatten()[where_N],
+            input_ids_N=input_ids_N,
             loss_mask_N=loss_mask_BT.flatten()[where_N],
             last_hidden_NH=last_hidden_NH,
             seconds={"transfer": moved - started, "target": time.perf_counter() - moved},
+            packed=self.packed,
         )
 
     def capture(self, where_N: Tensor, with_last_hidden: bool, **inputs: object) -> tuple[Tensor, Tensor | None]:

@@ -47,7 +47,10 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     """
     job = prepare_job(config)
     started = time.monotonic()
-    records = list(_records(job, chosen_shapes(job), seconds))
+    shapes = chosen_shapes(job)
+    with Bench(job) as bench:
+        planned = _planned(job.dataset, job.longest, shapes, time.monotonic() + seconds)
+        records = list(bench.records(job, planned))[len(shapes) :]  # the first round warms up
     batches = [record["batches"][0] | {"blocks": record["blocks"]} for record in records]
     columns = {
         name: np.array([batch[name] for batch in batches]) for name in ("rows", "tokens", "padded_length", "padded_tokens", "blocks")
@@ -95,46 +98,70 @@ def _planned(dataset: TokenDataset, longest: int, shapes: np.ndarray, until: flo
             index += 1
 
 
-def _records(job: Job, shapes: np.ndarray, seconds: float) -> Iterator[dict[str, Any]]:
-    """The step record of each batch; the first round warms up and is left out."""
-    config, device = job.config, job.placement.drafter
-    before = torch.get_num_threads()
-    with ExitStack() as stack:
-        stack.callback(torch.set_num_threads, before)
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        torch.set_num_threads(intra_op_threads(config.threads, len(job.placement.targets)))
-        torch.manual_seed(config.seed)
-        targets = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype, config.objective == "kl")
-        head = targets[0].head(device)
-        settings = LossSettings(
-            Objective(config.objective, gamma=config.slot_gamma), config.anchors, config.block_size, config.seed, device,
-            targets[0].dtype == torch.bfloat16,
-        )  # fmt: skip
-        drafter = DFlashDrafter(job.drafter).to(device).train()
-        scale_to_head(drafter, head)
-        optimizer = make_optimizer(drafter, config.optimizer, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
-        pool = target_pool(targets, device)
-        stack.callback(pool.close)
-        planned = _planned(job.dataset, job.longest, shapes, time.monotonic() + seconds)
-        token_bytes = bytes_per_token(targets[0])
+class Bench:
+    """The models of a job in the pipeline that trains, without a run folder: what batches cost, and nothing that lasts.
+
+    A context manager. Jobs of other plans, with the same models, may be run on it one after another.
+    packed: load the target so that ``targets[k].packed`` can be switched between batches.
+    """
+
+    def __init__(self, job: Job, packed: bool = False) -> None:
+        self.job, self.packed = job, packed
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Bench":
+        with ExitStack() as stack:
+            job, config, device = self.job, self.job.config, self.job.placement.drafter
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+            torch.set_num_threads(intra_op_threads(config.threads, len(job.placement.targets)))
+            torch.manual_seed(config.seed)
+            kl = config.objective == "kl"
+            self.targets = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype, kl, self.packed)
+            self.head = self.targets[0].head(device)
+            self.settings = LossSettings(
+                objective=Objective(config.objective, gamma=config.slot_gamma),
+                anchors=config.anchors,
+                block_size=config.block_size,
+                seed=config.seed,
+                device=device,
+                autocast=self.targets[0].dtype == torch.bfloat16,
+            )
+            self.drafter = DFlashDrafter(job.drafter).to(device).train()
+            scale_to_head(self.drafter, self.head)
+            betas = (config.beta1, config.beta2)
+            self.optimizer = make_optimizer(self.drafter, config.optimizer, config.learning_rate, betas, config.weight_decay)
+            self.pool = target_pool(self.targets, device)
+            stack.callback(self.pool.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def records(self, job: Job, planned: Iterator[tuple[int, PlannedBatch]], learning_rate: float = 0.0) -> Iterator[dict[str, Any]]:
+        """Step records, one batch a step, as ``planned`` gives them; closing the iterator drops what is in flight and waits for it."""
+        config, token_bytes = job.config, bytes_per_token(self.targets[0])
+        source = Prefetcher(planned, job.collate, config.prefetch)
         window = Window(
-            Prefetcher(planned, job.collate, config.prefetch),
-            pool,
+            source,
+            self.pool,
             size_of=lambda batch: batch.real_tokens * token_bytes,
-            max_items=len(targets) + WAITING_BATCHES,
+            max_items=len(self.targets) + WAITING_BATCHES,
             max_bytes=config.q_hs_mb << 20,
         )
-        stack.callback(window.close)
-        count = 0
-        while True:
-            try:
-                total = accumulate(window, 1, drafter, head, settings)
-            except StopIteration:
-                return
-            record = finish_step(total, optimizer, 0.0, config.grad_clip)
-            count += 1
-            if count > len(shapes):
-                yield record
+        try:
+            while True:
+                try:
+                    total = accumulate(window, 1, self.drafter, self.head, self.settings)
+                except StopIteration:
+                    return
+                yield finish_step(total, self.optimizer, learning_rate, config.grad_clip)
+        finally:
+            window.close()
+            small = job.collate((0, PlannedBatch(0, np.array([int(job.dataset.lengths.argmin())]), int(job.dataset.lengths.min()), -1, 1)))
+            for future in [self.pool.submit(small) for _ in self.targets]:
+                future.result()
 
 
 def _gpu_names(job: Job) -> list[str]:

@@ -16,6 +16,7 @@ from dflash_nb.data.dataset import Batch, TokenDataset, dataset_path
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.data.source import DatasetError
 from dflash_nb.model.drafter import DrafterConfig
+from dflash_nb.model.packing import require_packable
 from dflash_nb.model.target_info import TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.local import Placement, place, place_drafter
@@ -106,11 +107,13 @@ class Job:
             first = 0
 
     def collate(self, planned: tuple[int, PlannedBatch]) -> Batch:
-        """The rows of a planned batch, right-padded."""
+        """The rows of a planned batch, right-padded; those of a packed one to the longest of them."""
         epoch, batch = planned
+        packed = self.config.strategy == "packed"
+        longest = min(self.longest, int(self.dataset.lengths[batch.sample_ids].max()))
         return self.dataset.collate(
             batch.sample_ids,
-            batch.padded_length,
+            longest if packed else batch.padded_length,
             pad_id=self.info.pad_token_id or 0,
             max_length=self.longest,
             epoch=epoch,
@@ -124,10 +127,10 @@ def prepare_job(config: TrainConfig) -> Job:
 
     Raises the error of the room that found the problem (DatasetError, TargetError, BucketError, PlanError, ValueError); nothing is written.
     """
-    if config.strategy == "packed":
-        raise ValueError("strategy: packed can be planned and compared (notebook 02), but not trained; use bucketed")
     placement = _placement(config)
     info = read_target_info(config.target, config.mask_token_id)
+    if config.strategy == "packed":
+        require_packable(info)
     path = dataset_path(config.dataset)
     dataset = TokenDataset.open(path, withhold=config.heldout_rows)
     heldout = TokenDataset.open(path, "heldout", withhold=config.heldout_rows)

@@ -75,13 +75,16 @@ def intra_op_threads(threads: int, targets: int) -> int:
 
 
 def load_targets(
-    info: TargetInfo, layer_ids: tuple[int, ...], placement: Placement, dtype: str, with_last_hidden: bool = False
+    info: TargetInfo, layer_ids: tuple[int, ...], placement: Placement, dtype: str, with_last_hidden: bool = False, packed: bool = False
 ) -> list[FrozenTarget]:
-    """A target for each worker, in the order of ``placement.targets``; workers on the same device share one set of weights."""
+    """A target for each worker, in the order of ``placement.targets``; workers on the same device share one set of weights.
+
+    packed: run the rows of a batch behind each other, without padding.
+    """
     loaded: dict[torch.device, FrozenTarget] = {}
     for device in placement.targets:
         if device not in loaded:
-            loaded[device] = FrozenTarget.load(info, layer_ids, device, dtype, with_last_hidden)
+            loaded[device] = FrozenTarget.load(info, layer_ids, device, dtype, with_last_hidden, packed)
     return [loaded[device] for device in placement.targets]
 
 

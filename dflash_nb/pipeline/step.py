@@ -137,7 +137,7 @@ def _add(ready: Ready, total: Accumulated, drafter: DFlashDrafter, head: TargetH
             "bucket": batch.bucket,
             "rows": batch.rows,
             "tokens": batch.real_tokens,
-            "padded_tokens": batch.padded_tokens,
+            "padded_tokens": ready.features.padded_tokens,
             "padded_length": batch.padded_length,
             "loss": loss_sum / loss.weight_sum if loss.weight_sum else None,
             "weight": loss.weight_sum,

@@ -147,7 +147,9 @@ class _Run:
     def prepare(self, start: tuple[Path, dict[str, Any]] | None) -> None:
         """Load the models, go to the checkpoint's step, start the workers, and evaluate the untrained drafter."""
         job, config, device = self.job, self.config, self.job.placement.drafter
-        targets = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype, config.objective == "kl")
+        targets = load_targets(
+            job.info, job.drafter.target_layer_ids, job.placement, config.dtype, config.objective == "kl", config.strategy == "packed"
+        )
         self.target, self.head = targets[0], targets[0].head(device)
         self.settings = LossSettings(
             objective=Objective(config.objective, gamma=config.slot_gamma),

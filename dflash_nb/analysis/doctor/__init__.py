@@ -91,8 +91,9 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
     if memory is not None:
         checks.append(environment.memory(memory, environment.free_memory(memory.devices)))
     first, device = job.placement.targets[0], job.placement.drafter
+    packed, alone = job.config.strategy == "packed", Placement((first,), device)
     loaded = _attempt(
-        checks, "target weights", load_targets, job.info, job.drafter.target_layer_ids, Placement((first,), device), job.config.dtype
+        checks, "target weights", load_targets, job.info, job.drafter.target_layer_ids, alone, job.config.dtype, False, packed
     )
     if loaded is None:
         return
@@ -105,7 +106,7 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
     batch = _few_rows(job, PROBE_ROWS, PROBE_LENGTH)
     checks.append(environment.disk(job.config.runs_folder, environment.run_bytes(drafter, job.config.keep_checkpoints)))
     checks.append(data.batch_rows(job.dataset, batch))
-    checks += examine_target(target, batch, job.config.strategy == "packed")
+    checks += examine_target(target, batch, packed)
     learned = target.features(_few_rows(job, LOSS_ROWS, LOSS_LENGTH)).to(device)
     checks += examine_drafter(drafter, head, job.info, learned, environment.existing(job.config.runs_folder))
     del loaded, target, head, drafter, learned

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dflash_nb.analysis.doctor.check import Finding, check, look, ok, stop
 from dflash_nb.data.dataset import Batch
+from dflash_nb.model.packing import packed_inputs
 from dflash_nb.model.target import FrozenTarget
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -130,8 +131,11 @@ def packing(target: FrozenTarget, batch: Batch, packed: bool) -> Finding:
     ids_1T = torch.cat([_ids(target, first), _ids(target, second)], 1)
     positions = torch.cat([torch.arange(row.padded_length, device=target.device) for row in (first, second)])[None]
     every_T = torch.arange(ids_1T.shape[1], device=target.device)
+    inputs = {"input_ids": ids_1T, "position_ids": positions, "use_cache": False}
+    if packed and target.packed:
+        inputs = packed_inputs(ids_1T[0], torch.tensor([first.padded_length, second.padded_length]))
     try:
-        together, _ = target.capture(every_T, False, input_ids=ids_1T, position_ids=positions, use_cache=False)
+        together, _ = target.capture(every_T, False, **inputs)
     except Exception as error:  # a refusal is an answer
         evidence = f"2 packed rows are refused ({type(error).__name__}: {error})"
     else:

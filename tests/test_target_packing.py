@@ -1,0 +1,114 @@
+"""Packed rows: a document has the same features, anchors, labels, loss and gradients whether it is packed or alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import tiny_config, write_dataset
+from tiny_targets import MASK_TOKEN, VOCAB, make_batch, save_target
+
+from dflash_nb.data.dataset import Batch
+from dflash_nb.model.anchors import draw_anchors
+from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
+from dflash_nb.model.objective import Objective, block_loss
+from dflash_nb.model.packing import check_packing, require_packable
+from dflash_nb.model.target import FrozenTarget, TargetError, read_target_info
+from dflash_nb.pipeline.job import prepare_job
+from dflash_nb.pipeline.run import read_run
+from dflash_nb.pipeline.train import train
+
+LAYER_IDS = (1, 4, 7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("targets")
+    return {family: save_target(root / family, family) for family in ("llama", "qwen3", "granite", "hybrid", "gemma2")}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
+def test_documents_have_the_same_features_packed_and_padded(folders, family):
+    batch = make_batch([17, 5, 30, 1, 12])
+    padded = FrozenTarget.load(folders[family], LAYER_IDS, with_last_hidden=True).features(batch)
+    packed = FrozenTarget.load(folders[family], LAYER_IDS, with_last_hidden=True, packed=True).features(batch)
+    torch.testing.assert_close(packed.features_ND, padded.features_ND, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.last_hidden_NH, padded.last_hidden_NH, rtol=1e-5, atol=1e-5)
+    assert torch.equal(packed.input_ids_N, padded.input_ids_N) and torch.equal(packed.loss_mask_N, padded.loss_mask_N)
+    assert packed.padded_tokens == 65 and padded.padded_tokens == 5 * 30
+
+
+def test_no_document_sees_another(folders):
+    """Other tokens in every other document change nothing in a packed one, bit for bit."""
+    target = FrozenTarget.load(folders["llama"], LAYER_IDS, packed=True)
+    batch = make_batch([9, 14, 11])
+    before = target.features(batch).features_ND[9:23].clone()
+    for row in (0, 2):
+        batch.input_ids_BT[row] = (batch.input_ids_BT[row] + 7) % (VOCAB - 2)
+    after = target.features(batch).features_ND
+    assert torch.equal(after[9:23], before) and not torch.equal(after[:9], before[:9])
+
+
+def test_loss_and_gradients_of_a_document_are_the_same_packed_and_alone(folders):
+    info = read_target_info(folders["llama"], MASK_TOKEN)
+    torch.manual_seed(0)
+    drafter = DFlashDrafter(DrafterConfig.for_target(info, num_layers=2, block_size=4, target_layer_ids=LAYER_IDS))
+    batch = make_batch([17, 5, 30])
+    packed = FrozenTarget.load(info, LAYER_IDS, packed=True)
+    alone = FrozenTarget.load(info, LAYER_IDS)
+
+    def loss(target, some):
+        features = target.features(some)
+        anchors = draw_anchors(features.loss_mask_N, features.lengths_B, features.sample_ids_B, 4, 4, 0, 0)
+        return anchors, block_loss(drafter, target.head(), features, anchors, Objective(gamma=4.0))
+
+    anchors, together = loss(packed, batch)
+    together.loss_sum.backward()
+    found = [parameter.grad.clone() for parameter in drafter.parameters()]
+    drafter.zero_grad()
+    total, weight, positions = 0.0, 0.0, []
+    for row, length in enumerate(batch.lengths_B.tolist()):
+        some = slice(row, row + 1)
+        ids, mask = batch.input_ids_BT[some, :length], batch.loss_mask_BT[some, :length]
+        one = Batch(0, 0, 0, length, batch.sample_ids_B[some], np.array([length]), ids, mask)
+        drawn, single = loss(alone, one)
+        single.loss_sum.backward()
+        total, weight = total + single.loss_sum.item(), weight + single.weight_sum
+        positions += [(row, position, slots) for position, slots in zip(drawn.position_A.tolist(), drawn.slots_A.tolist(), strict=True)]
+    assert positions == list(zip(anchors.row_A.tolist(), anchors.position_A.tolist(), anchors.slots_A.tolist(), strict=True))
+    assert together.weight_sum == pytest.approx(weight, rel=1e-6) and together.loss_sum.item() == pytest.approx(total, rel=1e-5)
+    for grad, parameter in zip(found, drafter.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("hybrid", "linear_attention"), ("gemma2", "sliding_attention")])
+def test_targets_that_would_leak_are_refused_before_they_are_loaded(folders, family, kind):
+    with pytest.raises(TargetError, match=rf"of the 8 layers of .* are {kind}.*Use strategy bucketed"):
+        require_packable(read_target_info(folders[family]))
+    with pytest.raises(TargetError, match="strategy packed needs"):
+        FrozenTarget.load(folders[family], LAYER_IDS, packed=True)
+
+
+def test_the_self_test_notices_attention_across_documents(folders):
+    """A target whose attention ignores the documents is found out when it starts."""
+    target = FrozenTarget.load(folders["llama"], LAYER_IDS)
+
+    def leaking(where_N, with_last_hidden, **inputs):
+        inputs.pop("document_lengths", None)
+        inputs.pop("attention_mask", None)
+        inputs.pop("position_ids", None)
+        return target.capture(where_N, with_last_hidden, **inputs)
+
+    with pytest.raises(TargetError, match="second of two packed documents differs by"):
+        check_packing(leaking, target.info, target.device)
+
+
+def test_a_packed_run_trains_and_logs_no_padding(folders, tmp_path):
+    data = write_dataset(tmp_path / "data")
+    config = tiny_config(data, folders["llama"], tmp_path / "runs", strategy="packed", max_steps=3)
+    summary = train(config)
+    run = read_run(summary.run_dir)
+    assert len(run) == 3 and np.array_equal(run.steps["tokens"], run.steps["padded_tokens"])
+    assert json.loads((run.folder / "plan.json").read_text())["epochs"][0]["efficiency"] == 1
+    with pytest.raises(TargetError, match="linear_attention"):
+        prepare_job(tiny_config(data, folders["hybrid"], tmp_path / "runs", strategy="packed"))
