@@ -21,7 +21,6 @@ import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,52 +70,54 @@ class Stretch:
 
     def __init__(self, job: Job, cost: CostModel) -> None:
         self.job, self.cost, self.plan = job, cost, job.plan(0)
-        self.next, self.rounds, self.counted = 0, [], []
+        self.slots = drafted_slots(job)
+        self.next, self.rounds, self.batches = 0, [], []
 
     def planned(self) -> Iterator[tuple[int, PlannedBatch]]:
         for index in range(self.next, self.next + len(self.plan)):
             yield 0, self.plan.batch(index % len(self.plan))
 
     def run(self, bench: Bench, tokens: int) -> None:
-        """Train until the counted steps have ``tokens`` real tokens."""
+        """Train until the counted steps, those after the first few, have ``tokens`` real tokens."""
         for target in bench.targets:
             target.packed = self.plan.strategy == "packed"
         records = bench.records(self.job, self.planned(), self.job.config.learning_rate / 10)
-        self.next = (self.next + sum(1 for _ in islice(records, FILLING_STEPS))) % len(self.plan)
-        done, seconds = 0, 0.0
+        batches, done, seconds = [], 0, 0.0
         for record in records:
-            done, seconds = done + record["tokens"], seconds + record["seconds"]["step"]
-            self.counted.append(self.next)
-            self.next = (self.next + 1) % len(self.plan)
+            batches.append((self.next + len(batches)) % len(self.plan))
+            if len(batches) > FILLING_STEPS:
+                done, seconds = done + record["tokens"], seconds + record["seconds"]["step"]
             if done >= tokens:
                 break
         records.close()
+        self.next = (self.next + len(batches)) % len(self.plan)
         self.rounds.append((done, seconds))
+        self.batches.append(np.array(batches))
 
-    def predicted(self, batches: np.ndarray) -> float:
-        """Real tokens a second of these batches of the plan by the cost model, in a window as wide as the trainer's."""
-        slots = drafted_slots(self.job)
-        model = self.cost.for_plan(self.plan)
-        lengths = self.job.dataset.lengths
-        fetch, target, drafter = (
-            model.plan_batch_seconds(self.plan, lengths, stage, slots)[batches] for stage in ("fetch", "target", "drafter")
-        )
-        config = self.job.config
+    def seconds(self, batches: np.ndarray, skip: int = 0) -> float:
+        """Seconds of these batches by the cost model, in a pipeline as wide as the trainer's; those of the first ``skip`` not counted."""
+        model, lengths, config = self.cost.for_plan(self.plan), self.job.dataset.lengths, self.job.config
+        stages = ("fetch", "target", "drafter")
+        fetch, target, drafter = (model.plan_batch_seconds(self.plan, lengths, stage, self.slots)[batches] for stage in stages)
         pipeline = Pipeline(model.target_workers, config.prefetch, WAITING_BATCHES)
-        step = model.step
-        found = timeline(fetch, model.target_workers * target, drafter - step / model.accumulation, pipeline, None, step, 1)
-        return float(self.plan.real_tokens[batches].sum() / found.seconds)
+        found = timeline(fetch, model.target_workers * target, drafter, pipeline)
+        return found.seconds - (float(found.done_M[skip - 1]) if skip else 0.0)
+
+    def epoch(self) -> float:
+        """Predicted real tokens a second of the whole plan."""
+        return float(self.plan.real_tokens.sum()) / self.seconds(np.arange(len(self.plan)))
 
     def row(self, name: str, sorted_rounds: list[tuple[int, float]], sorted_epoch: dict[str, float]) -> dict[str, Any]:
         own = np.array([tokens / seconds for tokens, seconds in self.rounds])
         ratios = own / np.array([tokens / seconds for tokens, seconds in sorted_rounds])
-        epoch, stretch = self.predicted(np.arange(len(self.plan))), self.predicted(np.array(self.counted))
-        measured = sum(tokens for tokens, _ in self.rounds) / sum(seconds for _, seconds in self.rounds)
+        tokens = sum(done for done, _ in self.rounds)
+        epoch, stretch = self.epoch(), tokens / sum(self.seconds(batches, FILLING_STEPS) for batches in self.batches)
+        measured = tokens / sum(seconds for _, seconds in self.rounds)
         whole = measured * epoch / stretch
         return {
             "strategy": name,
             "padding": round(1 - self.plan.efficiency, 4),
-            "steps": len(self.counted),
+            "steps": sum(len(batches) - FILLING_STEPS for batches in self.batches),
             "predicted_tokens_s": round(stretch),
             "measured_tokens_s": round(measured),
             "predicted_over_measured": round(stretch / measured, 4),
@@ -146,7 +147,7 @@ def measure_speed(jobs: dict[str, Job], cost: CostModel, rounds: int, tokens: in
             )
     base = stretches["sorted"]
     first = base.row("sorted", base.rounds, {})
-    epoch = {"predicted": base.predicted(np.arange(len(base.plan))), "measured": first["epoch_tokens_s"]}
+    epoch = {"predicted": base.epoch(), "measured": first["epoch_tokens_s"]}
     return [stretch.row(name, base.rounds, epoch) for name, stretch in stretches.items()]
 
 
@@ -177,14 +178,11 @@ def measure_learning(jobs: dict[str, Job], seeds: int, tokens: int, folder: Path
 def measure_variance(job: Job, steps: int, accumulation: int, folder: Path) -> list[dict[str, Any]]:
     """The variance of the step loss in both orders, explained by buckets and not."""
     rows = []
+    job_config = replace(job.config, accumulation=accumulation, max_steps=steps, runs_dir=str(folder), checkpoint_every=0)
+    job_config = replace(job_config, epochs=1 + steps * accumulation // len(job.plan(0)), eval_rows=1, eval_prompts=1, eval_tokens=1)
     for order in ("uniform", "balanced"):
-        config = replace(
-            job.config, order=order, accumulation=accumulation, max_steps=steps, runs_dir=str(folder), run_name=f"order-{order}"
-        )
-        config = replace(
-            config, epochs=1 + steps * accumulation // len(job.plan(0)), eval_rows=1, eval_prompts=1, eval_tokens=1, checkpoint_every=0
-        )
-        rows.append({"order": order, "steps": steps, "accumulation": accumulation} | loss_variance(read_run(Path(train(config).run_dir))))
+        run = read_run(Path(train(replace(job_config, order=order, run_name=f"order-{order}")).run_dir))
+        rows.append({"order": order, "steps": steps, "accumulation": accumulation} | loss_variance(run))
     return rows
 
 
@@ -232,8 +230,8 @@ def main() -> None:
     parser.add_argument("--cost", type=Path, help="a cost.json instead of calibration")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of learning")
     parser.add_argument("--learn-tokens", type=int, default=1_000_000, help="real tokens of each run of learning")
-    parser.add_argument("--steps", type=int, default=150, help="steps of each run of variance")
-    parser.add_argument("--accumulation", type=int, default=8, help="batches of a step of variance")
+    parser.add_argument("--steps", type=int, default=130, help="steps of each run of variance")
+    parser.add_argument("--accumulation", type=int, default=4, help="batches of a step of variance")
     parser.add_argument("--eval-rows", type=int, default=200)
     parser.add_argument("--eval-prompts", type=int, default=48)
     for name in ("dataset", "target", "device", "topology"):

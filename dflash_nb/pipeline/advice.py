@@ -1,10 +1,9 @@
 """Which stage limits a run, and what a change would bring: words and numbers from the seconds that the log holds for every batch.
 
-The batches of the log are replayed through the pipeline's own rules: one thread collates, N target workers take batches in plan order,
-what waits has a limited number of places, one drafter takes features in plan order. Only N changes, the seconds of each batch stay as they
-were measured. On simulated devices, eight runs with another number of workers came within 8 % of the prediction (median 2 %), on a
-machine that did other work. That holds where every worker has a device of its own; where target and drafter share one (a CPU, a single
-GPU), more workers share it too and nothing is promised.
+The batches of the log are replayed through the pipeline's own rules (``planner.timeline``). Only N changes, the seconds of each batch
+stay as they were measured. On simulated devices, eight runs with another number of workers came within 8 % of the prediction (median
+2 %), on a machine that did other work. That holds where every worker has a device of its own; where target and drafter share one (a
+CPU, a single GPU), more workers share it too and nothing is promised.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 
 from dflash_nb.pipeline.run import Run
 from dflash_nb.pipeline.window import WAITING_BATCHES
+from dflash_nb.planner.timeline import Pipeline, timeline
 
 START_UP_STEPS = 5
 FEWEST_STEPS = 10
@@ -186,21 +186,11 @@ def advise_stages(
 def replay(stages: Stages, workers: int, waiting: int, prefetch: int) -> float:
     """Real tokens a second of these batches with ``workers`` target workers, counted from where the pipeline has filled."""
     m = len(stages.tokens_M)
-    fetch, drafter = stages.fetch_M.tolist(), (stages.drafter_M + stages.optimizer_M).tolist()
-    target = (stages.target_M + stages.transfer_M).tolist()
-    places = workers + waiting
-    free = [0.0] * workers
-    handed, taken, done = [0.0] * m, [0.0] * m, [0.0] * m
-    collated = 0.0
-    for i in range(m):
-        collated = max(collated, handed[i - prefetch] if i >= prefetch else 0.0) + fetch[i]
-        handed[i] = max(collated, handed[i - 1] if i else 0.0, taken[i - places] if i >= places else 0.0)
-        worker = free.index(min(free))
-        free[worker] = max(free[worker], handed[i]) + target[i]
-        taken[i] = max(done[i - 1] if i else 0.0, free[worker])
-        done[i] = taken[i] + drafter[i]
+    found = timeline(
+        stages.fetch_M, stages.target_M + stages.transfer_M, stages.drafter_M + stages.optimizer_M, Pipeline(workers, prefetch, waiting)
+    )
     first = min(2 * workers, m // 3)
-    return float(stages.tokens_M[first:].sum()) / max(done[-1] - (done[first - 1] if first else 0.0), 1e-9)
+    return float(stages.tokens_M[first:].sum()) / max(found.seconds - (found.done_M[first - 1] if first else 0.0), 1e-9)
 
 
 def _limiting(stages: Stages, busy: dict[str, float]) -> str:

@@ -25,7 +25,7 @@ from dflash_nb.model.objective import Objective
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import bytes_per_token, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, load_targets, target_pool
 from dflash_nb.pipeline.measured import about, identity, report, to_measured
 from dflash_nb.pipeline.optimizer import make_optimizer
 from dflash_nb.pipeline.prefetch import Prefetcher
@@ -59,7 +59,7 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     spent = [record["seconds"] for record in records]
     step = float(np.median([each["step"] - each["wait"] - each["drafter"] for each in spent]))
     measured = to_measured(columns, config.block_size, step)
-    environment = describe_environment() | {"devices": {"names": _gpu_names(job)}}
+    environment = describe_environment() | {"devices": {"names": device_names(job.placement)}}
     belongs_to = identity(asdict(config), environment, asdict(job.info))
     how = f"{len(measured)} batches in {time.monotonic() - started:.0f} s of calibration"
     return fit_cost(measured, **about(asdict(config), belongs_to, measured, how)), measured
@@ -162,11 +162,6 @@ class Bench:
             small = job.collate((0, PlannedBatch(0, np.array([int(job.dataset.lengths.argmin())]), int(job.dataset.lengths.min()), -1, 1)))
             for future in [self.pool.submit(small) for _ in self.targets]:
                 future.result()
-
-
-def _gpu_names(job: Job) -> list[str]:
-    devices = (*job.placement.targets, job.placement.drafter)
-    return [torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"]
 
 
 def main() -> None:

@@ -34,6 +34,13 @@ class Placement:
     drafter: torch.device
 
 
+def device_names(placement: Placement) -> list[str]:
+    """What the GPUs are called that this process sees, the targets' first; none on a CPU."""
+    seen = torch.cuda.device_count()
+    gpus = [device for device in (*placement.targets, placement.drafter) if device.type == "cuda"]
+    return [torch.cuda.get_device_name(device) for device in gpus if (device.index or 0) < seen]
+
+
 def place(device: str, targets: int, drafters: int = 1) -> Placement:
     """Devices for ``targets`` workers and a drafter: ``auto``, ``cpu``, ``cuda`` (all visible GPUs) or one device.
 

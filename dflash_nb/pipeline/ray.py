@@ -68,10 +68,12 @@ class Worker:
         return result, time.perf_counter() - started
 
 
-def open_target(info: TargetInfo, layer_ids: tuple[int, ...], dtype: str, with_last_hidden: bool, threads: int) -> Callable[[Batch], dict]:
+def open_target(
+    info: TargetInfo, layer_ids: tuple[int, ...], dtype: str, with_last_hidden: bool, packed: bool, threads: int
+) -> Callable[[Batch], dict]:
     """Load a target on the device that Ray gave to this process; returns the function from a batch to packed features."""
     torch.set_num_threads(threads)
-    target = FrozenTarget.load(info, layer_ids, "cuda" if ray.get_gpu_ids() else "cpu", dtype, with_last_hidden)
+    target = FrozenTarget.load(info, layer_ids, "cuda" if ray.get_gpu_ids() else "cpu", dtype, with_last_hidden, packed)
     return lambda batch: pack(target.features(batch))
 
 
@@ -231,7 +233,8 @@ def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
     workers = config.workers[0]
     resources = {"num_cpus": 1, "num_gpus": 1} if device.type == "cuda" else {"num_cpus": threads}
     leave = connect(config.ray_address, workers, resources, needed_store(config.q_hs_mb << 20, largest_bytes))
-    make = partial(open_target, job.info, job.drafter.target_layer_ids, config.dtype, config.objective == "kl", threads)
+    kl, packed = config.objective == "kl", config.strategy == "packed"
+    make = partial(open_target, job.info, job.drafter.target_layer_ids, config.dtype, kl, packed, threads)
     return RayPool(make, workers, partial(target_features, device=device), resources, leave)
 
 

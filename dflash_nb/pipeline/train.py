@@ -26,7 +26,7 @@ from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.interrupt import Hold, interruptible
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import bytes_per_token, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, load_targets, target_pool
 from dflash_nb.pipeline.optimizer import make_optimizer
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.probe import memory_bytes, probe
@@ -80,7 +80,11 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
     """The log of a new or a resumed run, and the checkpoint to start from: its path and state."""
     config, broken = job.config, []
     environment = {
-        "devices": {"targets": [str(device) for device in job.placement.targets], "drafter": str(job.placement.drafter)},
+        "devices": {
+            "targets": [str(device) for device in job.placement.targets],
+            "drafter": str(job.placement.drafter),
+            "names": device_names(job.placement),
+        },
         "target": {name: str(value) if isinstance(value, Path) else value for name, value in asdict(job.info).items()},
         "data": job.data,
     }
