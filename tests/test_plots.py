@@ -91,7 +91,7 @@ def test_speeds_say_assumed_or_measured_and_how_far_runs_are_off():
     measured = CostModel(source="measured on a test", errors=errors)
     run = {"run": "a", "strategy": "sorted", "tokens_per_second": 125.0, "noise": 1.0}
     said = padding.speeds(rows, measured, [run, run | {"strategy": "random"}]).finding
-    assert "measured on a test, off by 2.0 %" in said and "1 measured runs differ from the prediction by 20.0 %" in said
+    assert "measured on a test, off by 2.0 %" in said and "the prediction for 1 measured run is off by 20.0 %" in said
 
 
 def test_the_histogram_finding_is_the_data():

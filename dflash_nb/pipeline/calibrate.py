@@ -26,7 +26,7 @@ from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.job import Job, prepare_job
 from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, load_targets, target_pool
-from dflash_nb.pipeline.measured import about, identity, report, to_measured
+from dflash_nb.pipeline.measured import WARM_UP_STEPS, about, identity, report, to_measured
 from dflash_nb.pipeline.optimizer import make_optimizer
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
@@ -43,14 +43,14 @@ ENOUGH = 12  # times that a shape is measured at most
 def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Measured]:
     """Measure for about ``seconds`` (loading comes on top) and fit. Returns the model and what it was fitted to.
 
-    Raises what ``prepare_job`` raises, and CostError if fewer than 20 batches were done in time.
+    Every shape is run at least once, however long that takes. Raises what ``prepare_job`` raises.
     """
     job = prepare_job(config)
     started = time.monotonic()
     shapes = chosen_shapes(job)
     with Bench(job) as bench:
         planned = _planned(job.dataset, job.longest, shapes, time.monotonic() + seconds)
-        records = list(bench.records(job, planned))[len(shapes) :]  # the first round warms up
+        records = list(bench.records(job, planned))[WARM_UP_STEPS:]
     batches = [record["batches"][0] | {"blocks": record["blocks"]} for record in records]
     columns = {
         name: np.array([batch[name] for batch in batches]) for name in ("rows", "tokens", "padded_length", "padded_tokens", "blocks")
@@ -89,7 +89,7 @@ def _planned(dataset: TokenDataset, longest: int, shapes: np.ndarray, until: flo
     rng, index = np.random.default_rng(0), 0
     for _ in range(ENOUGH):
         for rows, length in rng.permutation(shapes).tolist():
-            if time.monotonic() > until and index >= FEWEST_BATCHES + len(shapes):
+            if time.monotonic() > until and index >= WARM_UP_STEPS + max(FEWEST_BATCHES, len(shapes)):
                 return
             last = int(np.searchsorted(sorted_lengths, length, side="right")) - int(rng.integers(0, rows))
             ids = usable[max(0, last - rows) : max(rows, last)]

@@ -100,7 +100,7 @@ def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), nam
     if shown:
         predicted = {line["strategy"]: line["tokens_per_second"] for line in table}
         off = [predicted[run["strategy"]] / run["tokens_per_second"] - 1 for run in shown]
-        finding += f"; {len(shown)} measured runs differ from the prediction by {percent(max(map(abs, off)))} at most"
+        finding += f"; the prediction for {len(shown)} measured run{'s' * (len(shown) > 1)} is off by {percent(max(map(abs, off)))} at most"
     note = f"{name + ': ' if name else ''}whiskers: spread over {table[0]['n']} plans and model error; diamonds: runs, 2 standard errors"
     return finish(figure, finding, note)
 
