@@ -82,6 +82,17 @@ def test_files_and_notebooks_that_the_page_names_exist():
         import_module(module)
 
 
+def test_files_and_names_of_the_contributing_page_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    known = "".join(f"/{line}\n" for line in tracked.splitlines()) or "".join(f"/{p.relative_to(ROOT)}\n" for p in ROOT.rglob("*.*"))
+    for path in re.findall(r"`([\w/]+\.(?:py|toml|md|ipynb))`", page):
+        assert f"/{path}\n" in known, path
+    source = "".join(path.read_text() for path in (ROOT / "dflash_nb").rglob("*.py"))
+    for name in re.findall(r"`([A-Z_]{4,})`", page):
+        assert f"{name} = " in source or f"{name}: " in source, name
+
+
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
 def test_make_knows_its_targets(command):
     done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60)

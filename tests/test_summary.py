@@ -10,7 +10,7 @@ import pytest
 from runs import Recipe, write_run
 
 from dflash_nb.pipeline import console as console_module
-from dflash_nb.pipeline.console import Console, clock
+from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.runlog import read_run
 from dflash_nb.pipeline.summary import estimate_agreement, summarize
 
@@ -58,11 +58,6 @@ def test_500_steps_print_few_plain_lines(capsys, monkeypatch):
 
 def test_a_step_without_a_loss_has_a_line_too():
     assert "loss none" in Console(np.ones(3), every=1.0).line(record(1, loss=None), 1.0)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (97_331, "27:02:11")])
-def test_clock(seconds, text):
-    assert clock(seconds) == text
 
 
 def test_a_summary_is_what_the_log_says(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dflash_nb.analysis.page import index_page, page_of, render
 from dflash_nb.home import project_root, runs_dir, user_path, write_aside
-from dflash_nb.pipeline.console import clock
+from dflash_nb.progress import clock
 
 # Seconds measured on two idle cores: what the time left is estimated from, scaled by how fast this machine turns out to be.
 SECONDS = {"00_length_distribution": 4, "01_bucket_optimization": 12, "02_padding_simulation": 40, "03_train": 100, "04_loss_diagnosis": 8}

@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.target import FrozenTarget, TargetHead
+from dflash_nb.progress import announced
 
 REPEAT_LIMIT = 32  # accepted tokens that a recurrent cache may lag behind; with a block of 16 they stay within one chunk of 64
 
@@ -175,7 +176,10 @@ def measure_tau(
 ) -> TauResult:
     """Acceptance over ``prompts`` by decoding each of them. Neither training mode nor any global random state changes."""
     started = time.perf_counter()
-    done = [generate(target, drafter, prompt, max_new_tokens, temperature, seed + i, stop_ids, head) for i, prompt in enumerate(prompts)]
+    done = [
+        generate(target, drafter, prompt, max_new_tokens, temperature, seed + i, stop_ids, head)
+        for i, prompt in enumerate(announced(prompts, "decoding prompts"))
+    ]
     passes = sum(len(one.accepted_per_pass) for one in done)
     tokens = sum(sum(one.accepted_per_pass) for one in done)
     return TauResult(

@@ -7,6 +7,8 @@ import time
 
 import numpy as np
 
+from dflash_nb.progress import clock
+
 
 class Console:
     """Prints a line when ``every`` seconds have passed since the last. ``tokens_by_step`` is the plan: real tokens of each step."""
@@ -44,10 +46,3 @@ class Console:
             f"ETA {clock(left * self._seconds / max(self._tokens, 1))}  "
             f"q_prefetch {record['q_prefetch']}  q_hs {record['q_hs']} ({record['q_hs_bytes'] / 2**20:,.0f} MiB)"
         )
-
-
-def clock(seconds: float) -> str:
-    """Seconds as ``1:05`` or ``27:02:11``."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

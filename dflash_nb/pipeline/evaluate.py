@@ -15,6 +15,7 @@ from dflash_nb.model.decode import evaluating, measure_tau
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.target import FrozenTarget, TargetHead
 from dflash_nb.pipeline.step import LossSettings, accuracy, batch_loss
+from dflash_nb.progress import announced
 
 LONGEST_PROMPT = 512
 
@@ -81,14 +82,18 @@ def _on_texts(
     """Loss, acceptance and slot accuracy over ``rows``, and the first two by bucket."""
     longest = min(token_budget, target.info.max_positions)
     buckets = np.searchsorted(boundaries, np.minimum(heldout.lengths[rows], boundaries[-1] - 1), side="right") - 1
+    groups = [
+        (int(bucket), some)
+        for bucket in np.unique(buckets)
+        for some in _within_budget(rows[buckets == bucket], heldout.lengths, longest, token_budget)
+    ]
     sums = {}
     with evaluating(drafter), torch.no_grad():
-        for bucket in np.unique(buckets):
-            for some in _within_budget(rows[buckets == bucket], heldout.lengths, longest, token_budget):
-                padded = min(int(heldout.lengths[some].max()), longest)
-                batch = heldout.collate(some, padded, pad_id=target.info.pad_token_id or 0, max_length=longest, bucket=int(bucket))
-                loss = batch_loss(batch, target.features(batch).to(settings.device), drafter, head, settings)
-                sums.setdefault(int(bucket), []).append(loss)
+        for bucket, some in announced(groups, "held-out batches"):
+            padded = min(int(heldout.lengths[some].max()), longest)
+            batch = heldout.collate(some, padded, pad_id=target.info.pad_token_id or 0, max_length=longest, bucket=bucket)
+            loss = batch_loss(batch, target.features(batch).to(settings.device), drafter, head, settings)
+            sums.setdefault(bucket, []).append(loss)
     losses = [loss for group in sums.values() for loss in group]
     slots_K, correct_K = sum(loss.slots_K for loss in losses), sum(loss.correct_K for loss in losses)
     by_bucket = {str(bucket): _means(group) for bucket, group in sums.items()}

@@ -27,6 +27,7 @@ from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.options import PlanOptions
 from dflash_nb.planner.samples import select_samples
 from dflash_nb.planner.state import plan_fingerprint
+from dflash_nb.progress import announced
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def prepare_job(config: TrainConfig) -> Job:
         pad_multiple=config.pad_multiple,
     )
     options |= {"boundaries": buckets.boundaries, "seed": config.seed, "n_supervised": dataset.n_supervised}
-    plans = [plan_epoch(dataset.lengths, epoch=epoch, **options) for epoch in range(config.epochs)]
+    plans = [plan_epoch(dataset.lengths, epoch=epoch, **options) for epoch in announced(range(config.epochs), "planning epochs")]
     steps = optimizer_steps([len(plan) for plan in plans], config.accumulation, config.max_steps)
     tokens = [
         np.add.reduceat(plan.real_tokens, np.arange(0, len(plan), config.accumulation))[:count]

@@ -15,6 +15,7 @@ from dflash_nb.planner.cost import CostModel, distinct_shapes
 from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.options import STRATEGIES
 from dflash_nb.planner.timeline import Pipeline, plan_timeline
+from dflash_nb.progress import announced
 
 
 def simulate(
@@ -43,14 +44,13 @@ def simulate(
     cost = cost or CostModel()
     named = strategies if isinstance(strategies, dict) else {name: {"strategy": name} for name in strategies}
     table = []
-    for name, own in named.items():
-        chosen = {"boundaries": boundaries} | options | own
-        for seed in seeds:
-            plan = plan_epoch(lengths, seed=seed, epoch=epochs[0], n_supervised=n_supervised, **chosen)
-            for next_epoch in epochs[1:]:
-                next_plan = plan_epoch(lengths, seed=seed, epoch=next_epoch, n_supervised=n_supervised, **chosen)
-                table.append({"strategy": name} | _row(plan, lengths, next_plan, cost, pipeline))
-                plan = next_plan
+    for name, seed in announced([(name, seed) for name in named for seed in seeds], "comparing strategies and seeds"):
+        chosen = {"boundaries": boundaries} | options | named[name]
+        plan = plan_epoch(lengths, seed=seed, epoch=epochs[0], n_supervised=n_supervised, **chosen)
+        for next_epoch in epochs[1:]:
+            next_plan = plan_epoch(lengths, seed=seed, epoch=next_epoch, n_supervised=n_supervised, **chosen)
+            table.append({"strategy": name} | _row(plan, lengths, next_plan, cost, pipeline))
+            plan = next_plan
     return table
 
 
