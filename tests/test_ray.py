@@ -127,7 +127,7 @@ def pool(cluster):
 
         return work
 
-    made = RayPool(make, 2, lambda result, seconds: (len(result), seconds), {"num_cpus": 1})
+    made = RayPool(make, 2, lambda _, result, seconds: (len(ray.get(result)), seconds), {"num_cpus": 1})
     while len(made.places) < 2:
         time.sleep(0.1)
     yield made
@@ -233,9 +233,9 @@ def node(cpus=4.0, gpus=0.0, store=1 << 30, alive=True):
 
 def test_a_cluster_without_room_is_refused():
     check_room([node(), node()], 4, {"num_cpus": 2}, 1 << 20)
-    with pytest.raises(ValueError, match=r"room for 2 target workers \(2 CPU each, 1 nodes\), 4 are wanted: use topology 2-1"):
+    with pytest.raises(ValueError, match=r"room for 2 actors \(2 CPU each, 1 nodes\), topology needs 4: use a smaller"):
         check_room([node(), node(alive=False)], 4, {"num_cpus": 2}, 1 << 20)
-    with pytest.raises(ValueError, match="room for 0 target workers"):
+    with pytest.raises(ValueError, match="room for 0 actors"):
         check_room([node()], 1, {"num_cpus": 1, "num_gpus": 1}, 1 << 20)
     with pytest.raises(ValueError, match=r"node 10.0.0.1 holds 1,024 MiB, 2,048 are needed: .* --object-store-memory 2147483648"):
         check_room([node()], 1, {"num_cpus": 1}, 2 << 30)

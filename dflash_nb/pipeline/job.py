@@ -25,6 +25,7 @@ from dflash_nb.planner.batches import BatchPlan, PlannedBatch, plan_epoch
 from dflash_nb.planner.buckets import BucketPlan, resolve_buckets
 from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.options import PlanOptions
+from dflash_nb.planner.ranks import share_batches
 from dflash_nb.planner.samples import select_samples
 from dflash_nb.planner.state import plan_fingerprint
 from dflash_nb.progress import announced
@@ -103,9 +104,27 @@ class Job:
         first_epoch, first = self.position(step)
         for epoch in range(first_epoch, len(self.steps)):
             plan = self.plan(epoch)
-            for index in range(first, min(len(plan), self.steps[epoch] * self.config.accumulation)):
-                yield epoch, plan.batch(index)
+            order = self._running_order(plan)
+            for index in order[first : self.steps[epoch] * self.config.accumulation]:
+                yield epoch, plan.batch(int(index))
             first = 0
+
+    def drafter_of(self, epoch: int, index: int) -> int:
+        """Which drafter trains a batch, from 0."""
+        return int(self._drafters[epoch][index])
+
+    @cached_property
+    def _drafters(self) -> list[np.ndarray]:
+        """The drafter of every batch of every epoch: in running order they take turns."""
+        return [np.argsort(self._running_order(self.plan(epoch))) % self.config.workers[1] for epoch in range(len(self.steps))]
+
+    def _running_order(self, plan: BatchPlan) -> np.ndarray:
+        """Batches in the order in which they run. Within a step, drafters that work at the same time get batches of like size."""
+        drafters = self.config.workers[1]
+        if drafters == 1:
+            return np.arange(len(plan))
+        shared = share_batches(plan.padded_tokens, drafters, self.config.accumulation // drafters, remainder="drop")
+        return np.concatenate([shared.batches.ravel(), shared.dropped])
 
     def collate(self, planned: tuple[int, PlannedBatch]) -> Batch:
         """The rows of a planned batch, right-padded; those of a packed one to the longest of them."""
@@ -196,8 +215,13 @@ def _placement(config: TrainConfig) -> Placement:
         return place(config.device, *config.workers)
     import_module("dflash_nb.pipeline.ray")  # says what to install
     targets, drafters = config.workers
-    if drafters != 1:
-        raise ValueError(f"topology {config.topology}: engine ray trains one drafter; use {targets}-1")
+    if config.accumulation % drafters:
+        raise ValueError(
+            f"topology {config.topology}: the {drafters} drafters share the batches of a step, but accumulation {config.accumulation} is "
+            f"not a multiple of {drafters}; change one of them"
+        )
+    if drafters > 1 and config.probe:
+        raise ValueError(f"probe: the largest batches are tried with one drafter, topology is {config.topology}; leave probe out")
     drafter = place_drafter(config.device)
     return Placement((drafter,) * targets, drafter)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_nb.data.dataset import Batch
@@ -39,7 +40,6 @@ PLACE_SECONDS = 120.0  # a worker process starts in seconds; more means that no 
 DISK_SECONDS = 10.0
 SHARE_OF_STORE = 0.8  # Ray starts to write to disk when its store is fuller
 SMALLEST_STORE = 80 << 20
-TENSORS = ("sample_ids_B", "lengths_B", "features_ND", "input_ids_N", "loss_mask_N", "last_hidden_NH")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ class Place:
     node: str
     pid: int
     device: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Features that another drafter fetches from where they are."""
+
+    reference: Any
+    way_seconds: float
 
 
 class Worker:
@@ -61,6 +69,7 @@ class Worker:
     def open(self, make: Callable[[], Callable[[Any], Any]]) -> None:
         self.work = make()
 
+    @ray.method(num_returns=2)
     def run(self, batch: Any) -> tuple[Any, float]:
         """The result and the seconds that it took here."""
         started = time.perf_counter()
@@ -79,21 +88,22 @@ def open_target(
 
 def pack(features: Features) -> dict[str, Any]:
     """Features whose tensors are numpy arrays, which Ray moves without pickling; bfloat16 as int16, which numpy lacks."""
-    packed = dict(vars(features))
-    for name in TENSORS:
-        if packed[name] is not None:
-            tensor = packed[name].cpu()
-            packed[name] = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return packed | {"dtype": str(features.features_ND.dtype).removeprefix("torch.")}
+    packed: dict[str, Any] = {"dtype": str(features.features_ND.dtype).removeprefix("torch.")}
+    for name, value in vars(features).items():
+        if isinstance(value, torch.Tensor):
+            tensor = value.cpu()
+            value = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        packed[name] = value
+    return packed
 
 
 def unpack(packed: dict[str, Any]) -> Features:
     """The features again, in memory of this process: the store's place is free when ``packed`` is."""
     values = dict(packed)
     dtype = getattr(torch, values.pop("dtype"))
-    for name in TENSORS:
-        if values[name] is not None:
-            tensor = torch.from_numpy(values[name].copy())
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            tensor = torch.from_numpy(value.copy())
             values[name] = tensor.view(dtype) if tensor.dtype == torch.int16 else tensor
     return Features(**values)
 
@@ -101,15 +111,16 @@ def unpack(packed: dict[str, Any]) -> Features:
 class RayPool:
     """A pool of ``workers`` actors, each running ``make()``'s function; see ``window.Pool``.
 
-    ``receive`` turns what the function returned, and the seconds that the way here took, into what the future holds. ``resources`` are
-    Ray's options of one actor. Returns when the first worker is up; what kept the last one from starting is raised when none is.
+    ``receive(batch, reference, seconds)`` makes what the future holds of the result's reference and of the seconds that waiting and
+    calling took. ``resources`` are Ray's options of one actor. Returns when the first worker is up; what kept the last one from starting
+    is raised when none is.
     """
 
     def __init__(
         self,
         make: Callable[[], Callable[[Any], Any]],
         workers: int,
-        receive: Callable[[Any, float], Any],
+        receive: Callable[[Any, Any, float], Any],
         resources: dict[str, float],
         leave: Callable[[], None] = lambda: None,
     ):
@@ -161,11 +172,11 @@ class RayPool:
                         f"no node of the Ray cluster has had room for {name} ({self._resources}) in {PLACE_SECONDS:.0f} s; "
                         "add a node that has, or use fewer workers in topology"
                     )
-            place = _get(reference)
+            place = get(reference)
             reference = actor.open.remote(self._make)
             while not self._done(reference):
                 pass
-            _get(reference)
+            get(reference)
         except BaseException:
             ray.kill(actor)
             raise
@@ -174,12 +185,12 @@ class RayPool:
 
     def _run(self, name: str, batch: Any) -> Any:
         started = time.perf_counter()
-        reference = self._actors[name].run.remote(batch)
-        while not self._done(reference):
+        result, busy = self._actors[name].run.remote(batch)
+        while not self._done(busy):
             pass
-        result, busy = _get(reference)
+        way_seconds = time.perf_counter() - started - get(busy)
         self._look_at_disk()
-        return self._receive(result, time.perf_counter() - started - busy)
+        return self._receive(batch, result, way_seconds)
 
     def _done(self, reference: Any) -> bool:
         """Whether the result is there, after waiting a little for it; InterruptedError when the pool is closing."""
@@ -198,7 +209,7 @@ class RayPool:
                 self._on_disk = now
 
 
-def _get(reference: Any) -> Any:
+def get(reference: Any) -> Any:
     """The result; what the remote call raised, with its remote traceback as a note; WorkerLost when there is no worker any more."""
     try:
         return ray.get(reference)
@@ -217,25 +228,36 @@ def _one_line(error: BaseException) -> str:
     return named[-1] if named else " ".join(lines[:2])
 
 
-def target_features(packed: dict[str, Any], way_seconds: float, device: torch.device) -> Features:
-    """Packed features on the drafter's device; the way is part of the transfer."""
+def target_features(reference: Any, way_seconds: float, device: torch.device) -> Features:
+    """The features behind ``reference`` on the drafter's device; the way is part of the transfer."""
     started = time.perf_counter()
-    features = unpack(packed).to(device)
+    features = unpack(get(reference)).to(device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     features.seconds["transfer"] += way_seconds + time.perf_counter() - started
     return features
 
 
+def actor_resources(device: torch.device, threads: int) -> dict[str, float]:
+    """Ray's options of an actor on a device of this kind."""
+    return {"num_cpus": 1, "num_gpus": 1} if device.type == "cuda" else {"num_cpus": threads}
+
+
 def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
     """Join or start the cluster of ``job`` and open its target workers. ``largest_bytes`` is what the largest batch's features take."""
     config, device = job.config, job.placement.drafter
-    workers = config.workers[0]
-    resources = {"num_cpus": 1, "num_gpus": 1} if device.type == "cuda" else {"num_cpus": threads}
-    leave = connect(config.ray_address, workers, resources, needed_store(config.q_hs_mb << 20, largest_bytes))
+    workers, drafters = config.workers
+    resources = actor_resources(device, threads)
+    leave = connect(config.ray_address, workers + drafters - 1, resources, needed_store(config.q_hs_mb << 20, largest_bytes))
     kl, packed = config.objective == "kl", config.strategy == "packed"
     make = partial(open_target, job.info, job.drafter.target_layer_ids, config.dtype, kl, packed, threads)
-    return RayPool(make, workers, partial(target_features, device=device), resources, leave)
+
+    def receive(batch: Batch, reference: Any, way_seconds: float) -> Features | Elsewhere:
+        if job.drafter_of(batch.epoch, batch.index):
+            return Elsewhere(reference, way_seconds)
+        return target_features(reference, way_seconds, device)
+
+    return RayPool(make, workers, receive, resources, leave)
 
 
 def needed_store(waiting_bytes: int, largest_bytes: int) -> int:
@@ -280,8 +302,8 @@ def check_room(nodes: list[dict[str, Any]], workers: int, resources: dict[str, f
     if room < workers:
         each = " and ".join(f"{resources[name]:g} {ours}" for name, ours in names.items())
         raise ValueError(
-            f"the Ray cluster has room for {room} target workers ({each} each, {len(alive)} nodes), {workers} are wanted: "
-            f"use topology {max(room, 1)}-1 or add nodes"
+            f"the Ray cluster has room for {room} actors ({each} each, {len(alive)} nodes), topology needs {workers}: "
+            "use a smaller topology or add nodes"
         )
     for node in alive:
         if 0 < (store := node["Resources"].get("object_store_memory", 0)) < store_bytes:

@@ -5,7 +5,7 @@ is a plain number. Measuring costs about 0.1 ms a step: eight clock readings a b
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,13 @@ class Accumulated:
     batches: list[dict[str, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
+    def merge(self, other: "Accumulated") -> None:
+        """Add the sums of later batches, which may have been trained elsewhere."""
+        self.epoch = other.epoch
+        for name in ("loss", "weight", "blocks", "accepted", "slots_K", "correct_K", "batches"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
+
 
 def batch_loss(batch: Batch, features: Features, drafter: DFlashDrafter, head: TargetHead, settings: LossSettings) -> BlockLoss:
     """The loss of one batch at the anchors that (seed, epoch, sample) give it."""
@@ -67,18 +74,27 @@ def accumulate(window: Iterator[Ready], count: int, drafter: DFlashDrafter, head
     """Take ``count`` batches from ``window`` and add their gradients up. A batch without anchors adds zeros."""
     total = Accumulated()
     for _ in range(count):
-        _add(next(window), total, drafter, head, settings)
+        add(next(window), total, drafter, head, settings)
     return total
 
 
-def finish_step(total: Accumulated, optimizer: DrafterOptimizer, learning_rate: float, grad_clip: float) -> dict[str, Any]:
+def finish_step(
+    total: Accumulated,
+    optimizer: DrafterOptimizer,
+    learning_rate: float,
+    grad_clip: float,
+    own_weight: float | None = None,
+    reduce: Callable[[list[torch.Tensor]], None] | None = None,
+) -> dict[str, Any]:
     """Update the weights once. Returns the step's log record without its number and the queues.
+
+    With several drafters ``total`` is over all of them, ``own_weight`` this one's part of its weight and ``reduce`` as in ``update``.
 
     Raises FloatingPointError with sample ids when the gradient is not finite; no weight has changed then.
     """
     before = time.perf_counter()
     try:
-        done = update(optimizer, total.weight, learning_rate, grad_clip)
+        done = update(optimizer, total.weight if own_weight is None else own_weight, learning_rate, grad_clip, reduce)
     except FloatingPointError as error:
         ids = [sample_id for batch in total.batches for sample_id in batch["sample_ids"]]
         raise FloatingPointError(
@@ -108,7 +124,8 @@ def accuracy(correct_K: np.ndarray, slots_K: np.ndarray) -> list[float | None]:
     return [float(right / valid) if valid else None for right, valid in zip(correct_K, slots_K, strict=True)]
 
 
-def _add(ready: Ready, total: Accumulated, drafter: DFlashDrafter, head: TargetHead, settings: LossSettings) -> None:
+def add(ready: Ready, total: Accumulated, drafter: DFlashDrafter, head: TargetHead, settings: LossSettings) -> None:
+    """Add the gradients of one batch to the drafter's, and what there is to say about it to ``total``."""
     started = time.perf_counter()
     batch = ready.batch
     loss = batch_loss(batch, ready.features, drafter, head, settings)

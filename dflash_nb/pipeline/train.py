@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ class _Run:
         self.checkpoint: Path | None = None
         self.pool: Pool | None = None
         self.window: Window | None = None
+        self.drafters: Any = None  # with more than one drafter, drafters.Drafters
         self.tracker = Tracker(self.config.tracker, log.folder, asdict(self.config), lambda text: _warn(log, text))
         self.started = self.saved_at = time.monotonic()
 
@@ -174,6 +176,11 @@ class _Run:
         self.pool = self._open_pool(targets)
         if config.probe and self.step == 0:
             probe(job, self.pool, self.drafter, self.head, self.settings)
+        if config.workers[1] > 1:
+            from dflash_nb.pipeline.drafters import Drafters
+
+            self.drafters = Drafters(job, self.drafter, self.optimizer, self.head, self.settings, torch.get_num_threads())
+            self._tell(deque(self.drafters.report()))
         self._start_window(targets)
         if self.step == 0 and not any(event["step"] == 0 for event in read_run(self.log.folder).events_of("eval")):
             self._evaluate()
@@ -185,9 +192,13 @@ class _Run:
         while self.step < job.total_steps:
             epoch, next_batch = job.position(self.step)
             count = min(config.accumulation, job.plans[epoch]["batches"] - next_batch)
-            total = accumulate(self.window, count, self.drafter, self.head, self.settings)
+            rate, clip = job.learning_rate(self.step + 1), config.grad_clip
+            if self.drafters is None:
+                finish = partial(finish_step, accumulate(self.window, count, self.drafter, self.head, self.settings))
+            else:
+                finish = partial(self.drafters.finish_step, *self.drafters.accumulate(self.window, count))
             with self.hold:
-                record = finish_step(total, self.optimizer, job.learning_rate(self.step + 1), config.grad_clip)
+                record = finish(self.optimizer, rate, clip)
                 record = self.log.step({"step": self.step + 1, **record, **self._queues()})
                 self.step += 1
             console.step(record)
@@ -238,13 +249,15 @@ class _Run:
         """End every thread and let go of the models, which the traceback of an error would keep alive."""
         if self.window is not None:
             self.window.close()
+        if self.drafters is not None:
+            self.drafters.close()
         if self.pool is not None:
             try:
                 self.pool.close()
             except RuntimeError as problem:
                 _warn(self.log, str(problem))
         self.tracker.close()
-        for name in ("pool", "target", "head", "drafter", "optimizer", "window"):
+        for name in ("pool", "target", "head", "drafter", "optimizer", "window", "drafters"):
             self.__dict__.pop(name, None)
 
     def _open_pool(self, targets: list) -> Pool:
