@@ -31,11 +31,11 @@ def test_sliders_start_at_the_plan_and_offer_only_what_fits():
             assert replanned(HISTOGRAM, PLAN, 2, budget, multiple).token_budget == budget
 
 
-def test_nobody_watching_gets_picture_and_no_widget(capsys, monkeypatch):
+def test_nobody_watching_gets_the_numbers_and_no_widget(capsys, monkeypatch):
     monkeypatch.setattr(room, "sliders", None)
     explore(HISTOGRAM, PLAN, "mine")
     said = capsys.readouterr().out
-    assert "4 buckets keep" in said and "JupyterLab" in said
+    assert "In JupyterLab" in said and "4,096" in said
 
 
 @pytest.fixture
