@@ -20,17 +20,18 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
+from dflash_nb.model.target_info import read_target_info
 from dflash_nb.pipeline.calibrate import Bench, calibrate
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.measured import report
+from dflash_nb.pipeline.measured import identity, report
 from dflash_nb.pipeline.run import Run, read_run
 from dflash_nb.pipeline.train import train
 from dflash_nb.pipeline.window import WAITING_BATCHES
@@ -245,7 +246,8 @@ def main() -> None:
     names += ("q_hs_mb", "learning_rate", "eval_rows", "eval_prompts")
     config = TrainConfig(**{name: getattr(options, name) for name in names})
     if options.cost:
-        cost = CostModel.load(options.cost)
+        own = identity(asdict(config), {}, asdict(read_target_info(config.target)))
+        cost = CostModel.load(options.cost).require(target=own["target"], drafter=own["drafter"])
     else:
         cost, measured = calibrate(config, options.calibration)
         print(report(cost, measured), flush=True)

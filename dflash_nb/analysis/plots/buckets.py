@@ -66,10 +66,10 @@ def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
     axis.legend(frameon=False, fontsize=8, title="cuts", title_fontsize=8)
     finding = f"{k} buckets waste {percent(waste, 2)}"
     if k > 1 and "best" in curves:
-        reached = curves["best"][0].max()
-        cheapest = {n: percent(float(np.interp(n, *curves["best"])), 2) for n in (k, max(1, k // 2)) if n <= reached}
-        if cheapest:
-            finding += "; for padding alone, " + " and ".join(f"the best {n} would waste {share}" for n, share in cheapest.items())
+        most = int(curves["best"][0].max())
+        counts = dict.fromkeys(min(n, most) for n in (k, max(1, k // 2)))
+        cheapest = {n: percent(float(np.interp(n, *curves["best"])), 2) for n in counts}
+        finding += "; for padding alone, " + " and ".join(f"the best {n} would waste {share}" for n, share in cheapest.items())
     others = {rule: float(np.interp(k, *curve)) for rule, curve in curves.items() if rule != "best" and k <= curve[0].max()}
     if others:
         rule = min(others, key=others.get)
