@@ -143,6 +143,8 @@ def test_every_cell_runs_and_every_picture_is_there(lab, browser, name):
         body = page.locator(".jp-Notebook")
         height = page.evaluate("() => Math.max(...[...document.querySelectorAll('.jp-Notebook, .jp-Notebook *')].map(e => e.scrollHeight))")
         page.set_viewport_size({"width": 1300, "height": min(int(height) + 200, 9_000)})
+        page.evaluate("() => document.querySelectorAll('.jp-Notebook, .jp-WindowedPanel-outer').forEach(e => e.scrollTop = 0)")
+        page.wait_for_timeout(1000)
         SHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SHOTS / f"{name}.png")
         assert body.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
@@ -156,4 +158,28 @@ def test_every_cell_runs_and_every_picture_is_there(lab, browser, name):
         assert all(cell.execution_count for cell in saved.cells if cell.cell_type == "code")
         assert not complaints
     finally:
+        page.close()
+
+
+CHANGED = """before => [...document.querySelectorAll(".jp-CodeCell")].filter(cell => cell.querySelector(".widget-slider"))
+  .some(cell => { const image = cell.querySelector(".jp-RenderedImage img"); return image && image.src !== before; })"""
+
+
+def test_a_slider_changes_picture_and_numbers(lab, browser):
+    _, url = lab
+    page = browser.new_page(viewport={"width": 1300, "height": 1000})
+    try:
+        open_and_run(page, url, "01_bucket_optimization")
+        cell = page.locator(".jp-CodeCell", has=page.locator(".widget-slider"))
+        assert cell.locator(".widget-slider").count() == 3
+        before, numbers = cell.locator(".jp-RenderedImage img").get_attribute("src"), cell.locator("table").inner_text()
+        handle = cell.locator(".noUi-handle").first
+        handle.focus()
+        handle.press("ArrowLeft")
+        page.wait_for_function(CHANGED, arg=before, timeout=30_000)
+        page.wait_for_timeout(500)
+        assert cell.locator("table").inner_text() != numbers
+    finally:
+        cell.scroll_into_view_if_needed()
+        page.screenshot(path=SHOTS / "explore.png")
         page.close()
