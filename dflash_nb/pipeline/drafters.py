@@ -135,7 +135,7 @@ class Drafters:
         try:
             return [get(reference) for reference in references]
         except WorkerLost as error:
-            raise RuntimeError(f"a drafter is lost, and the others cannot go on without it: {error}") from error
+            raise RuntimeError(f"a drafter is lost, and the others cannot go on without it: {error}. Continue with resume") from error
 
 
 def all_reduce(tensors: list[torch.Tensor]) -> None:
@@ -152,7 +152,7 @@ def _sum_or_say_so(tensors: list[torch.Tensor]) -> None:
     try:
         all_reduce(tensors)
     except RuntimeError as error:
-        raise RuntimeError(f"a drafter is lost, in the middle of a sum: {error}") from error
+        raise RuntimeError(f"a drafter is lost, in the middle of a sum: {error}. Continue with resume") from error
 
 
 def _join(device: torch.device, rank: int, drafters: int, store: dist.Store) -> None:
