@@ -15,6 +15,7 @@ from dflash_nb.model.objective import Objective, block_loss
 from dflash_nb.model.packing import check_packing, require_packable
 from dflash_nb.model.target import FrozenTarget, TargetError, read_target_info
 from dflash_nb.pipeline.job import prepare_job
+from dflash_nb.pipeline.memory import predict_job
 from dflash_nb.pipeline.run import read_run
 from dflash_nb.pipeline.train import train
 
@@ -106,6 +107,8 @@ def test_the_self_test_notices_attention_across_documents(folders):
 def test_a_packed_run_trains_and_logs_no_padding(folders, tmp_path):
     data = write_dataset(tmp_path / "data")
     config = tiny_config(data, folders["llama"], tmp_path / "runs", strategy="packed", max_steps=3)
+    padded = predict_job(prepare_job(tiny_config(data, folders["llama"], tmp_path / "runs")))
+    assert predict_job(prepare_job(config)).total("cpu") < 1.5 * padded.total("cpu")
     summary = train(config)
     run = read_run(summary.run_dir)
     assert len(run) == 3 and np.array_equal(run.steps["tokens"], run.steps["padded_tokens"])

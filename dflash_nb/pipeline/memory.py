@@ -269,7 +269,8 @@ def predict_job(job: Job, size: TargetSize | None = None) -> MemoryPlan:
         "optimizer": config.optimizer,
         "base_bytes": resident_bytes(),
     }
-    shapes = Shape.planned(np.diff(plan.offsets), plan.padded_lengths, plan.real_tokens, config.anchors, config.block_size)
+    length = -(-plan.padded_tokens // plan.rows)  # a packed row computes its real tokens, as rows of their mean length would
+    shapes = Shape.planned(plan.rows, length, plan.real_tokens, config.anchors, config.block_size)
     worst = int(np.argmax(predict(*what, shapes, **launch).total(drafter_device)))
     return predict(*what, shapes.one(worst), **launch)
 
