@@ -1,6 +1,6 @@
 """Is mixing worth it? Real training with every strategy: speed as predicted and as measured, what is learned, how the loss varies.
 
-    python benchmarks/strategies.py                                   the sample, about 45 minutes on two quiet cores
+    python benchmarks/strategies.py                                   the sample
     python benchmarks/strategies.py --target smollm2 --dataset data/chats --token-budget 2560 --max-batch 8 --anchors 24
     python benchmarks/strategies.py --part speed --rounds 4 --tokens 20000 --calibration 20 --out strategies.json
 

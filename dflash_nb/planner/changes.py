@@ -1,6 +1,6 @@
 """What one more cut, another multiple, budget or topology would bring: a real plan for each, timed by the cost model.
 
-Each row changes one thing and cuts again as the plan was cut. For 902,087 lengths the table takes about 6 s.
+Each row changes one thing and cuts again as the plan was cut. For 902,087 lengths the table takes 4.4 s of CPU.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 Without a measurement the coefficients are assumed, and ``source`` says so. The target's two come from the only numbers that the
 reference run published about time: 32, 25.1 and 12 thousand real tokens a second for sorted, bucketed and random batches on 7
-target GPUs. Padded tokens and tokens x length explain all three within 0.6 %, padded tokens alone miss by 14 %. The drafter's
+target GPUs. Padded tokens and tokens x length explain all three within 0.8 %, padded tokens alone miss by 14 %. The drafter's
 and the transfer's are 6 x 1.7 B operations a slot at 250 Tflop/s, and five layers of features at 25 GB/s. Measured coefficients come
 from ``fit.fit_cost``.
 
