@@ -3,9 +3,8 @@
 One thread collates ahead, N workers take batches in plan order, what they compute and what waits has a limited number of places and
 bytes, and one drafter takes features in plan order; room appears only when it takes something, and work is handed out only then or while it
 waits. The optimiser runs after each window of batches. With many places this comes to the stage with the largest sum, the cost
-model's ``plan_seconds`` (within 0.01 % for the reference lengths in 109 buckets); with few, stages wait for each other: 21 % more there with
-one batch a worker.
-40,000 batches take 0.06 s of CPU.
+model's ``plan_seconds`` (within 0.01 % for the reference lengths in 109 buckets); with few, stages wait for each other: 21 % more
+there with one batch a worker. 40,000 batches take 0.06 s of CPU.
 
 Axis: M batches in plan order.
 """
