@@ -35,12 +35,7 @@ EXCEPTIONS: dict[str, str] = {
     "not a bucket plan": "BucketPlan.load puts the file before it and what to do after it",
     "not a cost model": "CostModel.load puts the file before it",
     "{}: {}": "CostModel.load: the file and the sentence of from_json",
-    "holds no .arrow or .parquet file{}": "each hint put in says what to name or to do",
     "token id {}, {}": "both reasons put in end with what to do",
-    "it holds no config.json; {}": "the advice is put in",
-    "mask_token_id is {}, not an integer": "the advice is put in",
-    "is outside the embedding of": "the advice is put in",
-    "is also the {} token": "the advice is put in",
     # Joined from sentences that are in the list themselves.
     "{}": "ParameterError of several parameters",
     # For the one who writes code against a room, never for one who runs a notebook or a command.
@@ -54,18 +49,20 @@ EXCEPTIONS: dict[str, str] = {
 }
 
 
-def text_of(node: ast.expr) -> str:
-    """The sentence that ``node`` builds, each value in it as ``{}``."""
+def text_of(node: ast.expr, named: dict[str, str]) -> str:
+    """The sentence that ``node`` builds, each value in it as ``{}``; one of the module's ``named`` texts follows its own."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(part) for part in node.values)
+        return "".join(text_of(part, named) for part in node.values)
     if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.IfExp):
-        return "{}" + text_of(node.value)
+        return "{}" + text_of(node.value, named)
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+        return "{}" + named.get(node.value.id, "")
     if isinstance(node, ast.BinOp):
-        return text_of(node.left) + text_of(node.right)
+        return text_of(node.left, named) + text_of(node.right, named)
     if isinstance(node, ast.IfExp):
-        return text_of(node.body) + text_of(node.orelse)
+        return text_of(node.body, named) + text_of(node.orelse, named)
     return "{}"
 
 
@@ -85,6 +82,12 @@ def sentences() -> list[tuple[str, str]]:
     classes, found = error_classes(), []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
+        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+        named = {
+            node.targets[0].id: text_of(node.value, {})
+            for node in assigned
+            if isinstance(node.value, ast.Constant | ast.JoinedStr | ast.IfExp)
+        }
         said = [
             (node, node.args[0])
             for node in ast.walk(tree)
@@ -93,7 +96,7 @@ def sentences() -> list[tuple[str, str]]:
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and function.name == "contradictions":
                 said += [(node, node.value) for node in ast.walk(function) if isinstance(node, ast.Yield) and node.value]
-        found += [(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}", text_of(sentence)) for node, sentence in said]
+        found += [(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}", text_of(sentence, named)) for node, sentence in said]
     return found
 
 

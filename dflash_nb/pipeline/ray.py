@@ -284,7 +284,7 @@ def connect(address: str, workers: int, resources: dict[str, float], store_bytes
             ray.init("local", num_cpus=max(usable_cores(), int(cpus)), num_gpus=int(gpus), object_store_memory=store_bytes, **quiet)
     except Exception as error:
         where = f"the Ray cluster at {address!r} cannot be joined" if address else "no Ray cluster could be started on this machine"
-        raise ValueError(f"{where}: {_one_line(error)}") from error
+        raise ValueError(f"{where}: {_one_line(error)} Start Ray there and name its address, or use engine local.") from error
     leave = (lambda: None) if joined else ray.shutdown
     try:
         check_room(ray.nodes(), workers, resources, store_bytes)
