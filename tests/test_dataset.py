@@ -168,7 +168,7 @@ def test_missing_columns_say_how_to_prepare(tmp_path):
         (rows().set_column(1, "loss_mask", pa.array([[0.5]] * 150)), "'loss_mask' has type list<"),
         (rows().set_column(0, "input_ids", pa.array(["a"] * 150)), "'input_ids' has type string"),
         (rows().append_column("seq_len", pa.array(LENGTHS.astype(float))), "'seq_len' has type double"),
-        (rows([[1]] * 40 + [None], [[1]] * 41), "row 40 of column 'input_ids' holds a null"),
+        (rows([[1]] * 40 + [None], [[1]] * 41), "row 40 of column 'input_ids' is null"),
         (rows([[1]] * 40 + [[1, None]], [[1]] * 40 + [[1, 1]]), "row 40 of column 'input_ids' holds a null"),
         (rows([[1], [1, 2]], [[1], [1, None]]), "row 1 of column 'loss_mask' holds a null"),
         (rows([[1], [1, 2]], [[1], [1]]), "1 rows disagree; row 1 has 2 input_ids, but loss_mask says 1"),
@@ -179,6 +179,14 @@ def test_missing_columns_say_how_to_prepare(tmp_path):
 def test_disagreeing_and_mistyped_columns(tmp_path, table, message):
     with pytest.raises(DatasetError, match=message):
         TokenDataset.open(write(tmp_path / "bad.arrow", table))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("row", [None, [1, None]])
+def test_a_null_is_reported_in_the_users_own_file(tmp_path, kind, row):
+    path = write(tmp_path / "mine.data", rows([[1]] * 40 + [row] + [[1]] * 40, [[1]] * 40 + [[1] * len(row or [1])] + [[1]] * 40), kind)
+    with pytest.raises(DatasetError, match=rf"^{path}: row 40 of column 'input_ids' (is|holds a) null"):
+        TokenDataset.open(path)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -194,11 +202,29 @@ def test_supervised_tokens_come_from_the_column_or_the_masks(tmp_path):
     with_column = TokenDataset.open(write(tmp_path / "a.arrow", rows(n_supervised=pa.array(counts, pa.uint8()))))
     assert (with_column.n_supervised.tolist(), with_column.n_supervised.dtype) == (counts, np.int64)
     too_many = TokenDataset.open(write(tmp_path / "b.arrow", rows([[1, 2]], [[1, 1]], n_supervised=[3])))
-    with pytest.raises(DatasetError, match="n_supervised of row 0 is 3, its length 2"):
+    with pytest.raises(DatasetError, match="n_supervised of row 0 is 3, but its loss_mask has 2 supervised tokens; 1 rows disagree"):
         _ = too_many.n_supervised
-    labels = TokenDataset.open(write(tmp_path / "c.arrow", rows([[1, 2]], [[-100, 2]], mask_type=pa.list_(pa.int64()))))
-    with pytest.raises(DatasetError, match="it must be 1 for supervised tokens and 0 elsewhere"):
-        _ = labels.n_supervised
+
+
+@pytest.mark.parametrize("value", [-100, -1, 2, 7])
+@pytest.mark.parametrize("with_columns", [False, True])
+def test_a_mask_holds_0_and_1_whatever_other_columns_say(tmp_path, value, with_columns):
+    masks = [list(mask) for mask in MASKS]
+    masks[140][-1] = value
+    counts = {"n_supervised": [sum(map(bool, mask)) for mask in masks], "seq_len": LENGTHS} if with_columns else {}
+    dataset = TokenDataset.open(write(tmp_path / "a.arrow", rows(masks=masks, mask_type=pa.list_(pa.int64()), **counts)))
+    with pytest.raises(DatasetError, match=f"loss_mask of row 140 holds {value}; it must be 1 for supervised tokens and 0 elsewhere"):
+        _ = dataset.n_supervised
+
+
+@pytest.mark.parametrize("said", [0, 1000, -1, None])
+def test_a_count_column_that_the_masks_contradict(tmp_path, said):
+    counts = [sum(mask) for mask in MASKS]
+    row = next(i for i in range(120, 150) if counts[i])
+    counts[row] = said
+    dataset = TokenDataset.open(write(tmp_path / "a.arrow", rows(n_supervised=pa.array(counts, pa.int32()))), "heldout", withhold=100)
+    with pytest.raises(DatasetError, match=rf"n_supervised of row {row - 50} is {'null' if said is None else said}, but its loss_mask has"):
+        _ = dataset.n_supervised
 
 
 def test_vocabulary_is_checked_in_every_row(tmp_path):

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -317,9 +319,10 @@ def test_supervision_faults(dataset, tmp_path):
     assert data.supervision(dataset).level == Level.OK
     assert_stop(data.supervision(TokenDataset.open(write_dataset(tmp_path / "none", supervised=False))), "60 of 60 rows give no block")
     counts = np.where(np.arange(len(dataset)) < 4, 1, dataset.n_supervised)
-    row = [(dataset.row(i)[0], np.arange(dataset.lengths[i]) < counts[i]) for i in range(len(dataset))].__getitem__
-    assert_look(data.supervision(Instead(dataset, n_supervised=counts, row=row)), "4 of 60 rows")
-    assert_stop(data.supervision(Instead(dataset, n_supervised=dataset.n_supervised + 1)), "n_supervised says")
+    assert_look(data.supervision(Instead(dataset, n_supervised=counts)), "4 of 60 rows")
+    table = pa.table({"input_ids": [[1, 2], [3, 4]], "loss_mask": [[0, 1], [0, 1]], "n_supervised": [1, 2]})
+    pq.write_table(table, tmp_path / "wrong.parquet")
+    assert_stop(data.supervision(TokenDataset.open(tmp_path / "wrong.parquet")), "n_supervised of row 1 is 2")
 
 
 def test_length_faults():

@@ -137,12 +137,21 @@ def test_another_column_can_be_named_and_a_missing_one_lists_the_others(tmp_path
         read_lengths(path, column="tokens")
 
 
-def test_a_length_beyond_64_bits(tmp_path):
-    path = write(tmp_path / "huge.arrow", pa.table({"seq_len": pa.array([2**63], pa.uint64())}))
-    with pytest.raises(LengthError, match="does not fit 64 bits"):
+@pytest.mark.parametrize("length", [2**31, 2**62, 2**63, 2**64 - 1])
+def test_a_length_that_no_sample_has_is_named_before_it_overflows(tmp_path, length):
+    path = write(tmp_path / "huge.arrow", pa.table({"seq_len": pa.array([5, 2**31 - 1, length, None], pa.uint64())}))
+    with pytest.raises(LengthError, match=rf"huge\.arrow: 2 of 4 rows .*'seq_len': row 2 \({min(length, 2**63 - 1)}\), row 3 \(null\)"):
         read_lengths(path)
-    with pytest.raises(LengthError, match="does not fit 64 bits"):
-        LengthHistogram.from_lengths(np.array([2**63], np.uint64))
+    for make in (lambda values: LengthHistogram.from_lengths(values), lambda values: LengthHistogram.from_counts(values, values // values)):
+        with pytest.raises(LengthError, match=rf"row 0 \({length}\)"):
+            make(np.array([length] * 4, np.uint64))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_null_token_is_named(tmp_path, kind):
+    path = write(tmp_path / "holes.data", pa.table({"input_ids": pa.array([[1], [2], [1, 2, None], [3]], pa.list_(pa.int32()))}), kind)
+    with pytest.raises(DatasetError, match=r"holes\.data: row 2 of column 'input_ids' holds a null"):
+        read_lengths(path)
 
 
 def test_a_missing_path():

@@ -58,5 +58,5 @@ def test_views_copy_nothing(tmp_path):
 
 def test_the_row_of_a_null_counts_over_all_batches(tmp_path):
     rows = [[1]] * 20 + [None] + [[1]] * 5
-    with pytest.raises(DatasetError, match=r"nulls\.arrow: row 20 of column 'lists' holds a null"):
+    with pytest.raises(DatasetError, match=r"nulls\.arrow: row 20 of column 'lists' is null"):
         map_file(write(tmp_path / "nulls.arrow", pa.table({"lists": rows})), ["lists"], [])

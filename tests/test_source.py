@@ -150,6 +150,57 @@ def test_a_stream_cut_inside_a_batch_is_named(tmp_path):
         list(read_batches(path, ["seq_len"]))
 
 
+@pytest.mark.parametrize("rows", [5000, 1500, 500, 0])
+def test_a_stream_needs_its_end_mark(tmp_path, rows):
+    """Cut between two batches, or still being written, a stream is a valid shorter one but for the mark."""
+    path, table = tmp_path / "rows.arrow", pa.table({"seq_len": range(5000)})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table.slice(0, rows), max_chunksize=500)
+    assert sum(batch.num_rows for batch in read_batches(path, ["seq_len"])) == rows
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    with pytest.raises(DatasetError, match=rf"rows\.arrow is cut short: {rows:,} rows were read and no end mark"):
+        list(read_batches(path, ["seq_len"]))
+    path.write_bytes(whole + whole)
+    with pytest.raises(DatasetError, match=rf"rows\.arrow: {len(whole):,} bytes follow the end of its {rows:,} rows"):
+        list(read_batches(path, ["seq_len"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("dataset.json", "[1]", "holds a JSON list, not an object"),
+        ("dataset.json", '{"format": 1, "tokenizer": "gpt2"}', "tokenizer is 'gpt2', not an object"),
+        ("dataset_dict.json", '{"splits": "train"}', "splits is 'train', not a list"),
+        ("dataset_dict.json", '{"splits": [1]}', r"splits is \[1\], not a list of names"),
+        ("dataset_dict.json", "null", "holds a JSON NoneType"),
+        ("state.json", '{"_data_files": ["a.arrow"]}', "_data_files does not name the data files"),
+        ("state.json", '{"_data_files": [{}]}', "_data_files does not name the data files"),
+    ],
+)
+def test_a_description_of_another_form_is_named(tmp_path, name, content, message):
+    write(tmp_path / "train" / "a.arrow")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DatasetError, match=rf"{name}.*{message}"):
+        find_source(tmp_path)
+
+
+def test_a_folder_or_a_broken_link_among_the_shards_is_named(tmp_path):
+    for i, make in enumerate((lambda path: path.mkdir(), lambda path: path.symlink_to("absent"))):
+        folder = tmp_path / str(i)
+        write(folder / "a.arrow")
+        make(folder / "b.arrow")
+        with pytest.raises(DatasetError, match=r"b\.arrow is a folder or a broken link"):
+            find_source(folder)
+
+
+def test_no_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(write(tmp_path / "a.arrow").parent)
+    with pytest.raises(DatasetError, match="no name was given"):
+        find_source("")
+    assert len(find_source(".").files) == 1
+
+
 def test_missing_path_lists_what_exists(tmp_path, monkeypatch):
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "cache" / "mine" / "train" / "data-00000.arrow")

@@ -19,6 +19,7 @@ from dflash_nb.data.source import DatasetError, common_schema, file_kind, find_s
 from dflash_nb.home import asset
 
 NULL = np.iinfo(np.int64).min
+LONGEST = 2**31 - 1
 ROWS_SHOWN = 5
 
 
@@ -121,7 +122,7 @@ def read_lengths(source: str | os.PathLike[str], column: str = "seq_len") -> np.
         column: where the lengths are; if the default is missing, they are counted from ``input_ids``.
 
     Raises:
-        LengthError: the column has no integers, or some rows are null, zero or negative.
+        LengthError: the column has no integers, or some rows are null, below 1 or above 2^31 - 1.
         DatasetError: the files cannot be used.
         FileNotFoundError: nothing is there.
     """
@@ -154,13 +155,13 @@ def read_histogram(source: str | os.PathLike[str], column: str = "seq_len") -> L
 
 
 def check_lengths(lengths: np.ndarray, source: str, column: str = "seq_len") -> np.ndarray:
-    """The same lengths as int64, after refusing an empty array, other types than integers, and rows below 1 by name."""
+    """The same lengths as int64, after refusing an empty array, other types than integers, and by row a length below 1 or above 2^31 - 1."""
     if lengths.size == 0:
         raise LengthError(f"{source} holds no samples. Name another file or folder.")
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.ndim != 1:
         raise LengthError(f"{source}: lengths must be a one-dimensional integer array, not {lengths.dtype} of shape {lengths.shape}.")
-    bad = np.flatnonzero(lengths < 1)
-    if len(bad) == len(lengths) and not lengths.any():
+    bad = np.flatnonzero((lengths < 1) | (lengths > LONGEST))
+    if not lengths.any():
         raise LengthError(f"{source}: all {len(bad):,} lengths in {column!r} are 0: the column was never filled. Write it again.")
     if len(bad):
         shown = ", ".join(f"row {i} ({'null' if lengths[i] == NULL else lengths[i]})" for i in bad[:ROWS_SHOWN])
@@ -168,8 +169,6 @@ def check_lengths(lengths: np.ndarray, source: str, column: str = "seq_len") -> 
         raise LengthError(
             f"{source}: {len(bad):,} of {len(lengths):,} rows have no usable length in {column!r}: {shown}{more}. Drop or correct them."
         )
-    if lengths.max() > np.iinfo(np.int64).max:
-        raise LengthError(f"{source}: a length of {lengths.max()} does not fit 64 bits.")
     return lengths.astype(np.int64, copy=False)
 
 
@@ -185,15 +184,33 @@ def _list_lengths(path: Path, column: str) -> Iterator[pa.Array]:
     if file_kind(path) == "parquet" and (lengths := parquet_list_lengths(path, column)) is not None:
         yield pa.array(lengths)
     else:
-        yield from (pc.list_value_length(batch.column(0)) for batch in read_batches(path, [column]))
+        rows = 0
+        for batch in read_batches(path, [column]):
+            refuse_null_token(path, column, batch.column(0), rows)
+            yield pc.list_value_length(batch.column(0))
+            rows += batch.num_rows
+
+
+def refuse_null_token(path: Path, name: str, lists: pa.Array, first_row: int) -> None:
+    """Refuse a null inside a list; ``first_row`` is the file's row of the first list."""
+    if lists.values.null_count:
+        place = lists.values.is_null().index(True).as_py()
+        row = first_row + int(np.searchsorted(list_offsets(lists), place, side="right")) - 1
+        raise DatasetError(f"{path}: row {row} of column {name!r} holds a null. Drop or correct such rows.")
+
+
+def list_offsets(lists: pa.Array) -> np.ndarray:
+    """Where in ``lists.values`` each list begins, and where the last one ends."""
+    if pa.types.is_fixed_size_list(lists.type):
+        return (np.arange(len(lists) + 1) + lists.offset) * lists.type.list_size
+    return integers(lists.offsets)
 
 
 def as_int64(column: pa.Array) -> np.ndarray:
-    """Any integer column as int64; a null becomes ``NULL``, never a float."""
-    try:
-        column = column.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise LengthError(f"a length does not fit 64 bits: {error}") from error
+    """Any integer column as int64; a null becomes ``NULL``, never a float, and what is too large for 64 bits the largest that is not."""
+    if pa.types.is_uint64(column.type):
+        column = pc.min_element_wise(column, pa.scalar(2**63 - 1, pa.uint64()), skip_nulls=False)
+    column = column.cast(pa.int64())
     if not column.null_count:
         return integers(column)
     nulls = column.is_null().cast(pa.uint8())

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from dflash_nb.data.lengths import as_int64, integers
+from dflash_nb.data.lengths import as_int64, integers, list_offsets, refuse_null_token
 from dflash_nb.data.source import DatasetError, file_kind, read_batches, read_schema
 from dflash_nb.home import cache_dir, write_aside
 
@@ -67,14 +67,19 @@ def map_file(path: Path, lists: Sequence[str], numbers: Sequence[str]) -> list[M
         DatasetError: a null in a list column; names the row of the file.
     """
     columns = [*lists, *numbers]
-    if file_kind(path) == "parquet":
-        return map_file(_plain_copy(path, columns), lists, numbers)
+    plain = path if file_kind(path) != "parquet" else _plain_copy(path, columns)
+    mapped = _map_plain(plain, path, lists, numbers)
+    return _map_plain(_plain_copy(path, columns), path, lists, numbers) if mapped is None else mapped
+
+
+def _map_plain(plain: Path, path: Path, lists: Sequence[str], numbers: Sequence[str]) -> list[MappedBatch] | None:
+    """The record batches of ``plain``, None if one of them cannot be mapped; ``path`` is the user's file, which errors name."""
     batches, rows = [], 0
-    for batch in read_batches(path, columns):
+    for batch in read_batches(plain, [*lists, *numbers]):
         if not batch.num_rows:
             continue
         if not all(_is_mapped(batch[name]) for name in lists):
-            return map_file(_plain_copy(path, columns), lists, numbers)
+            return None
         mapped = {name: _map_lists(path, name, batch[name], rows) for name in lists}
         batches.append(MappedBatch(mapped, {name: as_int64(batch[name]) for name in numbers}))
         rows += batch.num_rows
@@ -87,16 +92,11 @@ def _is_mapped(column: pa.Array) -> bool:
 
 
 def _map_lists(path: Path, name: str, column: pa.Array, first_row: int) -> MappedLists:
-    values = column.values
-    if pa.types.is_fixed_size_list(column.type):
-        offsets = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
-    else:
-        offsets = integers(column.offsets)
-    if column.null_count or values.null_count:
-        null = column.is_null() if column.null_count else values.is_null()
-        place = null.index(True).as_py()
-        row = first_row + (place if column.null_count else int(np.searchsorted(offsets, place, side="right")) - 1)
-        raise DatasetError(f"{path}: row {row} of column {name!r} holds a null. Drop or correct such rows.")
+    values, offsets = column.values, list_offsets(column)
+    if column.null_count:
+        row = first_row + column.is_null().index(True).as_py()
+        raise DatasetError(f"{path}: row {row} of column {name!r} is null. Drop or correct such rows.")
+    refuse_null_token(path, name, column, first_row)
     if pa.types.is_boolean(values.type):
         return MappedLists(offsets, np.frombuffer(values.buffers()[1] or b"", np.uint8), True, values.offset)
     return MappedLists(offsets, integers(values))

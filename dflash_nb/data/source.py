@@ -21,6 +21,7 @@ from dflash_nb.home import cache_dir, user_path
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
 HELDOUT_SPLITS = ("heldout", "validation", "valid", "test")
 ARROW_FILE_MAGIC_BYTES = 8
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 PREPARE = "python -m dflash_nb.data.prepare"
 
 
@@ -45,6 +46,8 @@ def dataset_path(name: str | os.PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: nothing is there; the message lists what could be named instead.
     """
+    if not str(name):
+        raise DatasetError("dataset: no name was given. Name sample, a folder or a file; the current folder is '.'.")
     if str(name) == "sample":
         from dflash_nb.data.sample import ensure_sample
 
@@ -120,7 +123,11 @@ def read_batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]
         schema = read_schema(path)
         options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in columns])
         if kind == "arrow stream":
-            yield from pa.ipc.open_stream(mapped, options=options)
+            rows = 0
+            for batch in pa.ipc.open_stream(mapped, options=options):
+                yield batch
+                rows += batch.num_rows
+            _refuse_open_end(path, mapped, rows)
             return
         # An Arrow file is a stream between a magic number and a footer. Its own reader copies when columns are chosen, a stream's does not.
         expected = pa.ipc.open_file(mapped).num_record_batches
@@ -159,6 +166,15 @@ def _readable(path: Path) -> Iterator[None]:
         raise DatasetError(f"{path} is damaged or cut short: {str(error).splitlines()[0]}. Write or copy it again.") from error
 
 
+def _refuse_open_end(path: Path, mapped: pa.MemoryMappedFile, rows: int) -> None:
+    """A stream that was cut between two batches reads as a whole but shorter one; only its end mark tells."""
+    end, size = mapped.tell(), mapped.size()
+    if mapped.read_at(len(END_OF_STREAM), max(0, end - len(END_OF_STREAM))) != END_OF_STREAM:
+        raise DatasetError(f"{path} is cut short: {rows:,} rows were read and no end mark follows them. Write or copy it again.")
+    if end != size:
+        raise DatasetError(f"{path}: {size - end:,} bytes follow the end of its {rows:,} rows. Write every stream to a file of its own.")
+
+
 def _only_train(path: Path, split: str, files: tuple[Path, ...]) -> tuple[Path, ...]:
     if split == "heldout":
         raise DatasetError(f"{path} has no held-out split of its own. Withhold its last rows, or prepare it with --heldout.")
@@ -171,6 +187,8 @@ def _prepared_source(path: Path, split: str) -> Source:
         raise DatasetError(
             f"{path / 'dataset.json'} has format {description.get('format')!r}; this version reads format 1. Prepare it again."
         )
+    if not isinstance(description.get("tokenizer") or {}, dict):
+        raise DatasetError(f"{path / 'dataset.json'}: tokenizer is {description['tokenizer']!r}, not an object. Prepare the dataset again.")
     if not (path / split).is_dir():
         raise DatasetError(f"{path} has no {split} split. Prepare it again{' with --heldout' if split == 'heldout' else ''}.")
     return Source(path, split, _folder_files(path / split), (path / "heldout").is_dir(), description)
@@ -179,6 +197,8 @@ def _prepared_source(path: Path, split: str) -> Source:
 def _split_source(path: Path, split: str) -> Source:
     """A ``DatasetDict`` as ``datasets`` saves it: one folder a split."""
     names = _read_json(path / "dataset_dict.json").get("splits", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DatasetError(f"{path / 'dataset_dict.json'}: splits is {names!r}, not a list of names. Save the dataset again.")
     heldout = [name for name in HELDOUT_SPLITS if name in names]
     wanted = heldout[:1] if split == "heldout" else [name for name in names if name == "train"]
     if not wanted:
@@ -190,13 +210,18 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
     """Data files of a folder: in the order ``state.json`` gives for a saved ``datasets.Dataset``, else by name."""
     if (folder / "state.json").is_file():
         state = _read_json(folder / "state.json")
-        files = tuple(folder / entry["filename"] for entry in state.get("_data_files", []))
+        try:
+            files = tuple(folder / entry["filename"] for entry in state.get("_data_files", []))
+        except (TypeError, KeyError):
+            raise DatasetError(f"{folder / 'state.json'}: _data_files does not name the data files. Save the dataset again.") from None
         if missing := [p.name for p in files if not p.is_file()]:
             raise DatasetError(f"{folder}: state.json names {', '.join(missing)}, which is missing. Copy or save the dataset again.")
         if state.get("_indices_data_files"):
             raise DatasetError(f"{folder} was saved with an indices mapping. Call flatten_indices() and save it again.")
     else:
         files = tuple(sorted(p for p in folder.iterdir() if p.suffix in DATA_SUFFIXES and not p.name.startswith((".", "_", "cache-"))))
+        if strange := [p.name for p in files if not p.is_file()]:
+            raise DatasetError(f"{folder}: {', '.join(strange)} is a folder or a broken link, not a data file. Remove or restore it.")
     if not files:
         inside = sorted({p.parent.name for suffix in DATA_SUFFIXES for p in folder.glob(f"*/*{suffix}")})
         hint = f"; its subfolders {', '.join(inside)} do: name one of them" if inside else ". Name the folder that does"
@@ -210,9 +235,12 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DatasetError(f"{path} is no valid JSON ({error}). Write the dataset again.") from None
+    if not isinstance(content, dict):
+        raise DatasetError(f"{path} holds a JSON {type(content).__name__}, not an object. Write the dataset again.")
+    return content
 
 
 def _hub_source(name: str, split: str) -> Source:
