@@ -48,7 +48,7 @@ class NotebookConfig(Parameters):
         lines = [(name, str(path)) for name, path in self.places().items()]
         lines += [("changed", _spelled(changed) or "nothing"), ("defaults", _spelled(unchanged) or "none")]
         lines += [("versions", ", ".join(f"{name} {text}" for name, text in versions().items())), ("commit", commit)]
-        fill = textwrap.TextWrapper(120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False).fill
+        fill = textwrap.TextWrapper(100, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False).fill
         return "\n".join(fill(f"{name:<10} {text}") for name, text in lines)
 
 
