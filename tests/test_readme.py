@@ -176,6 +176,8 @@ def run(command: str, place: Path) -> None:
         papermill.cli.papermill.main(arguments, standalone_mode=False)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # forty seconds of CPU, minutes on a machine with other work
 def test_every_other_command_runs(place, capsys):
     others = [command for command in commands() if not excepted(command) and not command.startswith("make ")]
     assert len(others) >= 12
