@@ -11,6 +11,18 @@ import re
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from dflash_nb.data.lengths import LengthError
+from dflash_nb.data.source import DatasetError
+from dflash_nb.errors import NotFoundError
+from dflash_nb.model.target_info import TargetError
+from dflash_nb.pipeline.checkpoint import CheckpointError
+from dflash_nb.pipeline.parameters import ParameterError
+from dflash_nb.pipeline.run import RunError
+from dflash_nb.planner.cost import CostError
+from dflash_nb.planner.limits import BucketError
+from dflash_nb.planner.options import PlanError
 
 PACKAGE = Path(__file__).parent.parent / "dflash_nb"
 NOT_FOR_USERS = {"IndexError", "TypeError", "InterruptedError", "KeyboardInterrupt", "StopIteration", "WorkerFailure"}
@@ -124,6 +136,17 @@ def excused(sentence: str) -> str:
 )
 def test_the_rule_itself(sentence, missing):
     assert lacks(sentence) == missing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BucketError, CheckpointError, CostError, DatasetError, LengthError, NotFoundError, ParameterError, PlanError, RunError, TargetError],
+)
+def test_a_notebook_shows_the_sentence_alone(error, capsys):
+    shell = InteractiveShell.instance()
+    shell.user_ns["error"] = error("data: row 3 is empty. Drop it.")
+    shell.run_cell("raise error")
+    assert capsys.readouterr().out.strip() == f"{error.__name__}: data: row 3 is empty. Drop it."
 
 
 def test_sentences_are_found():

@@ -122,7 +122,7 @@ def read_lengths(source: str | os.PathLike[str], column: str = "seq_len") -> np.
         column: where the lengths are; if the default is missing, they are counted from ``input_ids``.
 
     Raises:
-        LengthError: the column has no integers, or some rows are null, below 1 or above 2^31 - 1.
+        LengthError: the column has no integers, or rows that are null, below 1 or above 2^31 - 1.
         DatasetError: the files cannot be used.
         FileNotFoundError: nothing is there.
     """
@@ -155,7 +155,7 @@ def read_histogram(source: str | os.PathLike[str], column: str = "seq_len") -> L
 
 
 def check_lengths(lengths: np.ndarray, source: str, column: str = "seq_len") -> np.ndarray:
-    """The same lengths as int64, after refusing an empty array, other types than integers, and by row a length below 1 or above 2^31 - 1."""
+    """The same lengths as int64, after refusing an empty array, other types than integers, and rows below 1 or above 2^31 - 1."""
     if lengths.size == 0:
         raise LengthError(f"{source} holds no samples. Name another file or folder.")
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.ndim != 1:

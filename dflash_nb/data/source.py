@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash_nb.errors import NotFoundError, PlainError
 from dflash_nb.home import cache_dir, user_path
 
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
@@ -25,7 +26,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 PREPARE = "python -m dflash_nb.data.prepare"
 
 
-class DatasetError(ValueError):
+class DatasetError(PlainError, ValueError):
     """A dataset that cannot be used as it is; the message names the file, column or row and says what to do."""
 
 
@@ -58,7 +59,7 @@ def dataset_path(name: str | os.PathLike[str]) -> Path:
     if path.exists():
         return path
     prepared = sorted(str(p.parent) for p in cache_dir().glob("*/dataset.json"))
-    raise FileNotFoundError(
+    raise NotFoundError(
         f"dataset {str(name)!r}: {path} does not exist. Known here: {', '.join(['sample', *prepared])}. Name one of these, or a path."
     )
 
@@ -247,13 +248,13 @@ def _hub_source(name: str, split: str) -> Source:
     try:
         import datasets
     except ImportError:
-        raise FileNotFoundError(
+        raise NotFoundError(
             f"{user_path(name)} does not exist; if {name!r} is a Hugging Face hub dataset, loading it needs: pip install datasets"
         ) from None
     try:
         loaded = datasets.load_dataset(name)
     except Exception as error:
-        raise FileNotFoundError(
+        raise NotFoundError(
             f"{name!r} is no file or folder here, and as a Hugging Face hub dataset it cannot be loaded: {str(error).splitlines()[0]}. "
             "Name a folder, or download it first."
         ) from error

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
+from dflash_nb.errors import PlainError
 from dflash_nb.home import asset, cache_dir, user_path
 
 GROWING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-class TargetError(ValueError):
+class TargetError(PlainError, ValueError):
     """A target that cannot be used as asked; the message says what to do."""
 
 

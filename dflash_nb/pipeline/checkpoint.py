@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_nb.errors import PlainError
 from dflash_nb.home import write_aside
 from dflash_nb.pipeline.optimizer import DrafterOptimizer
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(PlainError, RuntimeError):
     """A checkpoint cannot be used. The text names the folder and what is wrong with it."""
 
 

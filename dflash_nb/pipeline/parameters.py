@@ -16,18 +16,15 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args, get_origin
 
+from dflash_nb.errors import PlainError
 from dflash_nb.home import user_path
 
 PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 INTERACTIVE_NAMES = frozenset({"In", "Out", "exit", "quit"})
 
 
-class ParameterError(ValueError):
+class ParameterError(PlainError, ValueError):
     """One or more parameters cannot be used. The text names each one, the value given and what is allowed."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback."""
-        return [f"ParameterError: {self}"]
 
 
 def option(

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
+from dflash_nb.errors import PlainError
 from dflash_nb.pipeline.lock import is_locked
 
 BLOCK_BYTES = 4 << 20
@@ -50,12 +51,8 @@ OPTIONAL_BATCH_FIELDS = frozenset({"supervised", "slots", "seconds"})
 _SCHEMA = pa.schema(list(STEP_FIELDS.items()))
 
 
-class RunError(ValueError):
+class RunError(PlainError, ValueError):
     """A run folder that cannot be read, made or continued; the text says which and what to do."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback."""
-        return [f"RunError: {self}"]
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from dflash_nb.errors import PlainError
 from dflash_nb.home import write_aside
 from dflash_nb.planner.batches import BatchPlan
 
@@ -31,12 +32,8 @@ TERMS = {
 }
 
 
-class CostError(ValueError):
+class CostError(PlainError, ValueError):
     """A cost model that cannot be read, made or used here; the text says why."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback."""
-        return [f"CostError: {self}"]
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_nb.errors import PlainError
+
 BatchCost = Callable[[np.ndarray, np.ndarray], np.ndarray]
 EXACT_ROWS = 128
 
 
-class BucketError(ValueError):
+class BucketError(PlainError, ValueError):
     """Cuts, limits or lengths that cannot be used. The message names the value and says what to do."""
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from dflash_nb.errors import PlainError
+
 STRATEGIES = ("sorted", "random", "bucketed", "pooled", "packed")
 ORDERS = ("balanced", "uniform")
 TOO_LONG = ("error", "drop", "truncate")
 LARGEST_BUDGET = 2**28
 
 
-class PlanError(ValueError):
+class PlanError(PlainError, ValueError):
     """Lengths or options from which no plan can be made. The message names the row or the option and says what to do."""
 
 
