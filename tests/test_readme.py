@@ -41,7 +41,8 @@ SMALLER = {
     "--heldout 500": "--heldout 6",
     "--rows 2000 --new-tokens 96": "--rows 4 --new-tokens 4",
     "smollm2": "path/to/target",
-    "-p eval_prompts 24 -p eval_every 160": "-p eval_every 2",
+    "-p target_layers 1,8,14,21,27 -p epochs 3": "-p target_layers 1,3,5",
+    "-p eval_prompts 32 -p eval_rows 48 -p eval_every 175": "-p eval_every 2",
 }
 # Not run, and why.
 EXCEPTIONS = {
