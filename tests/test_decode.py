@@ -307,3 +307,14 @@ def test_bad_requests(targets):
     with pytest.raises(ValueError, match="temperature is -1"):
         generate(target, drafter, [2], 5, temperature=-1)
     assert len(generate(target, drafter, [2] * 509, 50, stop_ids=[]).tokens) == 3, "text ends at the target's last position"
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0])
+def test_no_tau_comes_from_logits_that_judge_nothing(tmp_path, value):
+    """The best of logits that are NaN, or all equal, is always the same token: every draft would be accepted."""
+    target = FrozenTarget.load(save_target(tmp_path / "target", "llama"), LAYER_IDS)
+    drafter = new_drafter(target)
+    target.decoder.norm.weight.fill_(value)
+    for decode in (lambda: measure_tau(target, drafter, [prompt_of(1)], 9), lambda: plain_generate(target, prompt_of(1), 9, 1.0)):
+        with pytest.raises(FloatingPointError, match="logits are not finite or all equal"):
+            decode()

@@ -265,7 +265,7 @@ def test_impossible_shapes_are_refused_by_name(changes, message):
 @pytest.mark.parametrize("layers", [(6, 5), (4, 2)])
 def test_shallow_targets_ask_for_explicit_layers(layers):
     """ModelOpt 2149: the usual spread names a layer twice."""
-    with pytest.raises(ValueError, match="target_layer_ids"):
+    with pytest.raises(ValueError, match="target_layers"):
         DrafterConfig.for_target(target_info(num_layers=layers[0]), num_layers=layers[1])
 
 

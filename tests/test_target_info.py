@@ -146,7 +146,7 @@ def test_mask_token_comes_from_the_first_of_four_places(tmp_path):
 
 def test_a_missing_mask_token_is_asked_for_when_it_is_needed(tmp_path):
     info = read_target_info(write(tmp_path, LLAMA))
-    with pytest.raises(TargetError, match="Set mask_token_id to an id below 49152"):
+    with pytest.raises(TargetError, match="Set mask_token to an id below 49152"):
         info.require_mask_token()
 
 
@@ -188,8 +188,15 @@ def test_the_published_choice_of_layers(layers, n, ids):
 
 @pytest.mark.parametrize(("layers", "n"), [(6, 5), (4, 5), (4, 2), (3, 2), (2, 3), (8, 9)])
 def test_a_shallow_target_never_gets_a_layer_twice(layers, n):
-    with pytest.raises(TargetError, match="Set target_layer_ids yourself"):
+    with pytest.raises(TargetError, match="Set target_layers yourself"):
         default_layer_ids(layers, n)
+
+
+def test_a_mistyped_number_of_layers_does_not_print_them_all():
+    for refused in (lambda: default_layer_ids(8, 10_000), lambda: check_layer_ids(range(10_000), 8)):
+        with pytest.raises(TargetError, match=r"\.\.\. 10,000 in all|\.\.\. 9,992 in all") as error:
+            refused()
+        assert len(str(error.value)) < 300
 
 
 @settings(deadline=None)

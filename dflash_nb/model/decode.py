@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from dflash_nb.model.drafter import DFlashDrafter
+from dflash_nb.model.loading import logits_are_constant
 from dflash_nb.model.target import FrozenTarget, TargetHead
 from dflash_nb.progress import announced
 
@@ -219,32 +220,40 @@ class _Choice:
         self.temperature = temperature
         self.generator = torch.Generator().manual_seed(seed)
 
-    def probabilities(self, hidden_TH: Tensor, head: TargetHead) -> Tensor:
-        logits_TV = head.logits(hidden_TH)[..., : head.valid_vocab].float().cpu()
-        return torch.softmax(logits_TV / self.temperature, dim=-1)
+    def judged(self, hidden_TH: Tensor) -> Tensor:
+        """The target's logits [T, V]. The best of such as are not finite, or all equal, is a token like any other and would be accepted."""
+        logits_TV = self.head.logits(hidden_TH)[..., : self.head.valid_vocab]
+        if not logits_TV.isfinite().all() or logits_are_constant(logits_TV):
+            raise FloatingPointError(
+                f"target {self.head.info.name}: its logits are not finite or all equal, so no acceptance can be measured. "
+                "Set dtype to float32, or copy its files again"
+            )
+        return logits_TV
+
+    def probabilities(self, logits_TV: Tensor) -> Tensor:
+        return torch.softmax(logits_TV.float().cpu() / self.temperature, dim=-1)
 
     def draw(self, probabilities_TV: Tensor) -> Tensor:
         return torch.multinomial(probabilities_TV, 1, generator=self.generator).squeeze(-1)
 
     def next(self, hidden_H: Tensor) -> int:
-        if self.temperature == 0:
-            return int(self.head.argmax(hidden_H))
-        return int(self.draw(self.probabilities(hidden_H, self.head)))
+        logits_V = self.judged(hidden_H)
+        return int(logits_V.argmax() if self.temperature == 0 else self.draw(self.probabilities(logits_V)))
 
     def draft(self, drafted_TH: Tensor, head: TargetHead) -> _Proposal:
         if self.temperature == 0 or len(drafted_TH) == 0:
             return _Proposal(head.argmax(drafted_TH).tolist(), None)
-        probabilities_TV = self.probabilities(drafted_TH, head)
+        probabilities_TV = self.probabilities(head.logits(drafted_TH)[..., : head.valid_vocab])
         return _Proposal(self.draw(probabilities_TV).tolist(), probabilities_TV)
 
     def verify(self, hidden_TH: Tensor, proposal: _Proposal) -> list[int]:
         """The accepted prefix of the proposal and the target's own next token; row i of ``hidden_TH`` judges proposed token i."""
-        ids = proposal.ids
+        ids, logits_TV = proposal.ids, self.judged(hidden_TH)
         if self.temperature == 0:
-            best = self.head.argmax(hidden_TH).tolist()
+            best = logits_TV.argmax(-1).tolist()
             count = next((i for i, token in enumerate(ids) if token != best[i]), len(ids))
             return [*ids[:count], best[count]]
-        target_TV = self.probabilities(hidden_TH, self.head)
+        target_TV = self.probabilities(logits_TV)
         chance_T = torch.rand(len(ids), generator=self.generator)
         for i, token in enumerate(ids):
             if chance_T[i] * proposal.probabilities_TV[i, token] >= target_TV[i, token]:

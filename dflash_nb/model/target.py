@@ -11,8 +11,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dflash_nb.data.dataset import Batch
 from dflash_nb.model.linear import product, runs_on_onednn
+from dflash_nb.model.loading import check_states, load_model
 from dflash_nb.model.packing import BY_DOCUMENT, check_packing, packed_inputs, require_packable
 from dflash_nb.model.target_info import TargetError, TargetInfo, check_layer_ids, default_layer_ids, read_target_info
 
@@ -182,7 +181,7 @@ class FrozenTarget:
         with_last_hidden: bool = False,
         packed: bool = False,
     ) -> "FrozenTarget":
-        """Load a target that lies on this machine.
+        """Load a target that lies on this machine; TargetError where its files are damaged or its states are not finite.
 
         ``dtype`` "auto" is the checkpoint's own on an accelerator and float32 on a CPU, where bfloat16 saves nothing and decoding
         would meet ties. ``with_last_hidden`` keeps the state after the final norm too (for KL), which runs all layers.
@@ -197,21 +196,10 @@ class FrozenTarget:
             dtype = getattr(torch, dtype)
         if dtype == "auto" and device.type == "cpu":
             dtype = torch.float32
-        with _no_progress_bars():
-            try:
-                model = AutoModelForCausalLM.from_pretrained(
-                    info.path,
-                    dtype=dtype,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    attn_implementation=BY_DOCUMENT if packed else None,
-                )
-            except (OSError, ValueError, KeyError) as error:
-                raise TargetError(
-                    f"target {info.name} in {info.path} cannot be loaded as a causal language model: {error}. "
-                    "Copy its files again, or install the version of transformers that its config.json names"
-                ) from error
-        return cls(model.to(device), info, layer_ids, with_last_hidden, packed)
+        model = load_model(info, dtype, BY_DOCUMENT if packed else None)
+        target = cls(model.to(device), info, layer_ids, with_last_hidden, packed)
+        check_states(target.model, info, layer_ids, target._probe, target.head().logits)
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -290,6 +278,13 @@ class FrozenTarget:
         """What this transformers calls a decoder's cache argument: ``cache``, or ``past_key_values`` in older releases."""
         return "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
 
+    def _probe(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Captured layers and final states of one row of tokens, run as batches are."""
+        ids_N = ids_N.to(self.device)
+        plain = {"input_ids": ids_N[None], "use_cache": False}
+        inputs = packed_inputs(ids_N, torch.tensor([len(ids_N)])) if self.packed else plain
+        return self.capture(torch.arange(len(ids_N), device=self.device), True, **inputs)
+
     def _hook(self, k: int):
         def keep(module: nn.Module, args: object, output: Tensor | tuple) -> None:
             if (into := getattr(self._capture, "into", None)) is None:
@@ -354,15 +349,3 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Loading draws a bar a file on stderr, which a saved notebook keeps for ever."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.errors import PlainError
 from dflash_nb.home import asset, cache_dir, user_path
@@ -67,7 +69,7 @@ class TargetInfo:
         if self.mask_token_id is None:
             raise TargetError(
                 f"{self.name}: nothing names a mask token (dflash.json, config.json's dflash_config, the tokenizer's mask_token). "
-                f"Set mask_token_id to an id below {self.vocab_size} that never occurs in the data, such as a reserved token."
+                f"Set mask_token to an id below {self.vocab_size} that never occurs in the data, such as a reserved token."
             )
         return self.mask_token_id
 
@@ -108,9 +110,12 @@ def read_target_info(name: str | Path, mask_token_id: int | None = None) -> Targ
 
     def need(*keys: str) -> int:
         for key in keys:
-            if isinstance(text.get(key), int):
+            if isinstance(text.get(key), int) and text[key] > 0:
                 return text[key]
-        raise TargetError(f"{path / 'config.json'} has no {keys[0]}: it does not describe a causal language model. Name the folder of one.")
+        given = f", only {text[keys[0]]!r}" if keys[0] in text else ""
+        raise TargetError(
+            f"{path / 'config.json'} has no {keys[0]}{given}: it does not describe a causal language model. Name the folder of one."
+        )
 
     hidden_size = need("hidden_size", "n_embd", "d_model")
     num_layers = need("num_hidden_layers", "n_layer", "num_layers")
@@ -165,8 +170,8 @@ def default_layer_ids(num_layers: int, n: int) -> tuple[int, ...]:
         return check_layer_ids(ids, num_layers)
     except TargetError:
         raise TargetError(
-            f"the usual choice of {n} of {num_layers} layers would be {ids}, which is not {n} different layers in order. "
-            f"Set target_layer_ids yourself, for example {_spread(num_layers, n)}."
+            f"the usual choice of {n} of {num_layers} layers would be {_listed(ids)}, which is not {n} different layers in order. "
+            f"Set target_layers yourself, for example {_spread(num_layers, n)}."
         ) from None
 
 
@@ -178,13 +183,13 @@ def check_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """
     ids = list(ids)
     if not ids:
-        raise TargetError("target_layer_ids is empty; name at least one layer.")
+        raise TargetError("target_layers is empty; name at least one layer.")
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise TargetError(f"target_layer_ids {ids} must be integers.")
+        raise TargetError(f"target_layers {_listed(ids)} must be integers.")
     if bad := [i for i in ids if not 0 <= i < num_layers]:
-        raise TargetError(f"target_layer_ids {ids}: {bad} out of range; choose from layers 0 to {num_layers - 1}.")
+        raise TargetError(f"target_layers {_listed(ids)}: {_listed(bad)} out of range; choose from layers 0 to {num_layers - 1}.")
     if any(a >= b for a, b in itertools.pairwise(ids)):
-        raise TargetError(f"target_layer_ids {ids} must increase and name each layer once.")
+        raise TargetError(f"target_layers {_listed(ids)} must increase and name each layer once.")
     return tuple(ids)
 
 
@@ -192,6 +197,11 @@ def _spread(num_layers: int, n: int) -> list[int] | str:
     if n > num_layers:
         return f"at most {num_layers} of them"
     return [(2 * i + 1) * num_layers // (2 * n) for i in range(n)]
+
+
+def _listed(ids: list[int]) -> str:
+    """At most eight of ``ids``: a mistyped number of layers makes thousands."""
+    return str(ids) if len(ids) <= 8 else f"{str(ids[:7])[:-1]}, ... {len(ids):,} in all]"
 
 
 def _with_config(folder: Path, advice: str) -> Path:
@@ -252,8 +262,11 @@ def _tied_head(path: Path, text: dict) -> bool:
     if index.is_file():
         names = _read_json(index).get("weight_map", {})
     elif (path / "model.safetensors").is_file():
-        with (path / "model.safetensors").open("rb") as file:
-            names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        try:
+            with safe_open(path / "model.safetensors", framework="np") as file:
+                names = file.keys()
+        except SafetensorError as error:
+            raise TargetError(f"{path / 'model.safetensors'} is damaged, SafetensorError: {error}. Copy it again") from None
     else:
         return False
     return not any(name.endswith("lm_head.weight") for name in names)
@@ -299,7 +312,7 @@ def _mask_token(explicit: int | None, path: Path, text: dict, tokenizer: _Tokeni
 
 def _check_mask_token(info: TargetInfo) -> None:
     mask = info.mask_token_id
-    advice = "Set mask_token_id to an id that never occurs in the data."
+    advice = "Set mask_token to an id that never occurs in the data."
     if isinstance(mask, bool) or not isinstance(mask, int):
         raise TargetError(f"{info.name}: mask_token_id is {mask!r}, not an integer. {advice}")
     if not 0 <= mask < info.vocab_size:
