@@ -171,6 +171,27 @@ def test_bad_records_are_named_or_dropped(tmp_path, tokenizers):
     assert (describe(folder)["bad_records"], describe(folder)["rows"]["train"]) == (1, 10)
 
 
+@pytest.mark.parametrize("place", [0, 3, 10])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "Cut', "no valid JSON"),
+        ("[1]", "it holds a JSON list"),
+        (r'{"question": "Half \ud83d?", "answer": "Yes."}', r"\\ud83d is half of a character"),
+        ('{"messages": [{"role": "wizard", "content": "Hi."}]}', "message 1 has the role 'wizard'"),
+    ],
+)
+def test_every_kind_of_bad_line_is_named_or_dropped_wherever_it_stands(tmp_path, tokenizers, place, line, message):
+    lines = [json.dumps(record) for record in QUESTIONS[:10]]
+    lines.insert(place, line)
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(DatasetError, match=rf"bad\.jsonl, line {place + 1}: {message}.*--bad-records drop"):
+        prepare_chats(path, tmp_path / "out", str(tokenizers / "chatml"), heldout=0)
+    folder = prepare_chats(path, tmp_path / "out", str(tokenizers / "chatml"), heldout=0, bad_records="drop")
+    assert (describe(folder)["bad_records"], describe(folder)["rows"]["train"]) == (1, 10)
+
+
 def test_a_source_field_becomes_a_column(tmp_path, tokenizers):
     records = [{**record, "source": ("maths", "code")[i % 2]} for i, record in enumerate(QUESTIONS[:9])] + [QUESTIONS[9]]
     folder = prepare_chats(write(tmp_path / "mixed.jsonl", records), tmp_path / "out", str(tokenizers / "chatml"), heldout=2)
@@ -203,6 +224,11 @@ def test_an_existing_folder_is_kept_unless_told(tmp_path, tokenizers, questions)
     assert describe(out)["rows"]["heldout"] == 7
 
 
+def test_a_folder_below_a_file_cannot_be_made(tmp_path, questions):
+    with pytest.raises(FileExistsError, match=r"questions\.jsonl is a file, so .* cannot be made below it"):
+        prepare_chats(questions, questions / "a" / "b", "sample", heldout=5)
+
+
 def test_a_failed_run_leaves_the_old_dataset_and_no_litter(tmp_path, tokenizers, questions):
     out = prepare_chats(questions, tmp_path / "out", str(tokenizers / "chatml"), heldout=5)
     questions.write_text(questions.read_text() + "{broken\n")
@@ -219,6 +245,8 @@ def test_a_failed_run_leaves_the_old_dataset_and_no_litter(tmp_path, tokenizers,
         ({"heldout": -1}, ValueError, "heldout is -1"),
         ({"heldout": 1.5}, ValueError, "heldout is 1.5"),
         ({"heldout": True}, ValueError, "heldout is True"),
+        ({"heldout": float("inf")}, ValueError, "heldout is inf"),
+        ({"heldout": float("nan")}, ValueError, "heldout is nan"),
         ({"heldout": 5, "too_long": "cut"}, ValueError, "too_long is 'cut'; choose one of drop, truncate, error"),
         ({"heldout": 5, "max_length": 0}, ValueError, "max_length is 0"),
         ({"heldout": 5, "max_length": 10}, DatasetError, "no row is left for train; 40 records were too long"),
@@ -249,6 +277,10 @@ def test_command_line(tmp_path, tokenizers, questions, capsys):
     assert "40 records of" in out
     assert "train: 36 rows" in out and "heldout: 4 rows" in out
     command = [sys.executable, "-m", "dflash_nb.data.prepare", "absent.jsonl", "new", "--tokenizer", "sample"]
+    for given, said in (("abc", "'abc' was given; give a number of records"), ("nan", "heldout is nan"), ("inf", "heldout is inf")):
+        with pytest.raises(SystemExit) as refused:
+            main([str(questions), str(tmp_path / "new"), "--tokenizer", "sample", "--heldout", given])
+        assert said in f"{refused.value} {capsys.readouterr().err}"
     failed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert failed.returncode == 1
     assert failed.stderr.strip() == f"error: {tmp_path / 'absent.jsonl'} does not exist. Name a .jsonl file or a folder of them."

@@ -1,8 +1,10 @@
 """JSON lines as people save them, and the line that a message names."""
 
+import os
+
 import pytest
 
-from dflash_nb.data.records import count_records, read_records, record_files
+from dflash_nb.data.records import _parse, count_records, read_records, record_files
 from dflash_nb.data.source import DatasetError
 
 
@@ -41,22 +43,39 @@ def test_records_know_their_place_across_files(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"n": 1', r"line 3: no valid JSON \(.*\)"),
-        (b'{"n": NaN, }', "line 3: no valid JSON"),
-        (b"[1, 2]", "line 3: holds a JSON list"),
-        (b'"text"', "line 3: holds a JSON str"),
-        (b'{"n": "\xff"}', "line 3: no valid JSON"),
+        (b'{"n": 1', "no valid JSON (Expecting"),
+        (b'{"n": NaN, }', "no valid JSON ("),
+        (b"[1, 2]", "it holds a JSON list"),
+        (b'"text"', "it holds a JSON str"),
+        (b'{"n": "\xff"}', "no valid JSON ("),
+        (b'{"n": ' + b"[" * 100_000, "no valid JSON ("),
+        (rb'{"n": "half \ud83d"}', r"\ud83d is half of a character"),
+        (rb'{"half \uDE00": 1}', r"\ude00 is half of a character"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, line, message):
+def test_a_broken_line_is_a_record_with_its_fault(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"n": 1}\n\n' + line + b'\n{"n": 2}\n')
-    with pytest.raises(DatasetError, match=rf"rows\.jsonl, {message}"):
-        list(read_records([path]))
+    first, broken, last = read_records([path])
+    assert (broken.place, broken.index, broken.content) == (f"{path}, line 3", 1, {})
+    assert broken.fault.startswith(message)
+    assert (first.content, first.fault, last.content, last.fault) == ({"n": 1}, "", {"n": 2}, "")
+
+
+def test_a_character_in_two_halves_is_one():
+    assert _parse(rb'{"n": "\ud83d\ude00"}') == ({"n": "\U0001f600"}, "")
 
 
 def test_missing_sources(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         record_files(tmp_path / "absent.jsonl")
+    with pytest.raises(DatasetError, match="no name was given"):
+        record_files("")
     with pytest.raises(DatasetError, match=r"holds no \.jsonl file"):
+        record_files(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DatasetError, match="pipe is neither a file nor a folder"):
+        record_files(tmp_path / "pipe")
+    (tmp_path / "broken.jsonl").symlink_to("absent")
+    with pytest.raises(DatasetError, match=r"broken\.jsonl is no file, or a broken link"):
         record_files(tmp_path)

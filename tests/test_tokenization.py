@@ -63,6 +63,14 @@ def test_a_slow_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"model": {"type": "Unheard"}}'])
+def test_a_broken_tokenizer_is_not_taken_for_a_missing_one(tmp_path, text):
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(DatasetError, match=rf"{tmp_path} cannot be loaded \("):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"Name a folder with tokenizer\.json"):
         load_tokenizer(str(tmp_path))

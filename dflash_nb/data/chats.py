@@ -11,7 +11,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+OTHER_NAMES = {
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response"), "tool"),
+    "human": "user",
+}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields that some templates write in front of the content
 PAIRS = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"))
 
@@ -66,10 +71,15 @@ def _turns(value: object, role: str) -> list[dict]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
             raise ChatError(f"message {len(turns) + 1} has no role")
-        name = message.get("role", message.get("from"))
+        given = message.get("role", message.get("from"))
+        name = given.strip().lower()
+        role = OTHER_NAMES.get(name, name)
+        if role not in KNOWN_ROLES:
+            known = ", ".join([*KNOWN_ROLES, *OTHER_NAMES])
+            raise ChatError(f"message {len(turns) + 1} has the role {given!r}, needed: one of {known}")
         others = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
         content = _content(message.get("content", message.get("value")), len(turns) + 1, "tool_calls" in message)
-        turns.append({"role": ROLES.get(name, name), "content": content, **others})
+        turns.append({"role": role, "content": content, **others})
     return turns
 
 

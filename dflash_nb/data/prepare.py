@@ -9,6 +9,7 @@ split may hold a few rows less than asked for.
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -90,7 +91,7 @@ def prepare_chats(
 
     counts = Counter()
     with write_aside(folder) as aside:
-        with DatasetWriter(aside, with_source=isinstance(next(read_records(files)).content.get("source"), str)) as writer:
+        with DatasetWriter(aside, with_source=_names_sources(read_records(files))) as writer:
             for samples in _tokenized(read_records(files), n_records, loaded, bad_records, counts):
                 fitting = list(_fit(samples, limit, too_long, counts))
                 for split, heldout_part in (("train", False), ("heldout", True)):
@@ -117,6 +118,12 @@ def prepare_chats(
     return folder
 
 
+def _names_sources(records: Iterable[Record]) -> bool:
+    """Whether the first usable record says where it comes from; the others then do too, or count as unknown."""
+    first = next((record.content for record in records if not record.fault), {})
+    return isinstance(first.get("source"), str)
+
+
 def _tokenized(
     records: Iterable[Record], n_records: int, tokenizer: "PreTrainedTokenizerFast", bad_records: str, counts: Counter
 ) -> Iterator[list[Sample]]:
@@ -134,6 +141,8 @@ def _tokenized(
         rendered, samples = [], []
         for record in chunk:
             try:
+                if record.fault:
+                    raise ChatError(record.fault)
                 rendered.append((record, render_record(record.content, render, special)))
             except ChatError as error:
                 refuse(record, error)
@@ -168,7 +177,7 @@ def _fit(samples: list[Sample], limit: int | None, too_long: str, counts: Counte
 def _heldout_records(heldout: int | float, n_records: int, path: Path) -> int:
     if n_records == 0:
         raise DatasetError(f"{path} holds no records. Name a file with one JSON object a line.")
-    if isinstance(heldout, bool) or heldout < 0 or (heldout >= 1 and heldout != int(heldout)):
+    if isinstance(heldout, bool) or not 0 <= heldout < math.inf or (heldout >= 1 and heldout != int(heldout)):
         raise ValueError(f"heldout is {heldout!r}; give a number of records, or a share below 1.")
     count = int(heldout) if heldout >= 1 or heldout == 0 else max(1, round(heldout * n_records))
     if count >= n_records:
@@ -209,7 +218,10 @@ def _summary(description: dict) -> str:
 
 
 def _number(text: str) -> int | float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; give a number of records, or a share below 1") from None
     return int(value) if value.is_integer() else value
 
 

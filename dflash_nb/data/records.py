@@ -12,12 +12,16 @@ from dflash_nb.home import user_path
 
 @dataclass(frozen=True)
 class Record:
-    """One JSON object; ``index`` counts all records of the source from 0, ``line`` those of its file from 1."""
+    """One line; ``index`` counts all records of the source from 0, ``line`` those of its file from 1.
+
+    ``content`` is its JSON object; where it holds none that can be written as text, ``fault`` says why and ``content`` is empty.
+    """
 
     index: int
     path: Path
     line: int
     content: dict
+    fault: str = ""
 
     @property
     def place(self) -> str:
@@ -29,14 +33,20 @@ def record_files(source: str | os.PathLike[str]) -> list[Path]:
 
     Raises:
         FileNotFoundError: nothing is there.
-        DatasetError: a folder without ``.jsonl`` files.
+        DatasetError: a folder without ``.jsonl`` files, or what is neither file nor folder.
     """
+    if not str(source):
+        raise DatasetError("source: no name was given. Name a .jsonl file or a folder of them; the current folder is '.'.")
     path = user_path(source)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist. Name a .jsonl file or a folder of them.")
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise DatasetError(f"{path} is neither a file nor a folder, and the data are read more than once. Write them to a file first.")
     if files := sorted(path.glob("*.jsonl")):
+        if strange := [file for file in files if not file.is_file()]:
+            raise DatasetError(f"{strange[0]} is no file, or a broken link. Remove or restore it.")
         return files
     raise DatasetError(f"{path} holds no .jsonl file. Name a file or folder with one JSON object a line.")
 
@@ -51,11 +61,7 @@ def count_records(files: list[Path]) -> int:
 
 
 def read_records(files: list[Path]) -> Iterator[Record]:
-    """Every record in order. A byte order mark, CRLF and blank lines are passed over.
-
-    Raises:
-        DatasetError: a line that is no JSON object; names file and line.
-    """
+    """Every record in order, those that cannot be used with their fault. A byte order mark, CRLF and blank lines are passed over."""
     index = 0
     for path in files:
         with path.open("rb") as lines:
@@ -63,13 +69,21 @@ def read_records(files: list[Path]) -> Iterator[Record]:
                 line = line.removeprefix(b"\xef\xbb\xbf").strip()
                 if not line:
                     continue
-                try:
-                    content = json.loads(line)
-                except ValueError as error:
-                    raise DatasetError(f"{path}, line {number}: no valid JSON ({error}). Each line must hold one JSON object.") from None
-                if not isinstance(content, dict):
-                    raise DatasetError(
-                        f"{path}, line {number}: holds a JSON {type(content).__name__}. Each line must hold one JSON object."
-                    )
-                yield Record(index, path, number, content)
+                content, fault = _parse(line)
+                yield Record(index, path, number, content, fault)
                 index += 1
+
+
+def _parse(line: bytes) -> tuple[dict, str]:
+    """The JSON object of a line, and what is wrong with it."""
+    try:
+        content = json.loads(line)
+        if b"\\ud" in line or b"\\uD" in line:
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return {}, f"\\u{ord(error.object[error.start]):x} is half of a character; such text cannot be tokenised"
+    except (ValueError, RecursionError) as error:
+        return {}, f"no valid JSON ({error}); each line must hold one JSON object"
+    if not isinstance(content, dict):
+        return {}, f"it holds a JSON {type(content).__name__}; each line must hold one JSON object"
+    return content, ""

@@ -23,7 +23,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
 
     Raises:
         FileNotFoundError: it is not there.
-        DatasetError: it is a slow tokenizer, which cannot say where in the text a token stands.
+        DatasetError: its files are broken, or it is a slow tokenizer, which cannot say where in the text a token stands.
     """
     from transformers import AutoTokenizer
 
@@ -32,7 +32,12 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
         raise FileNotFoundError(f"tokenizer 'smollm2': {folder} does not exist. Fetch it once with: make smollm2")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises the bare class for a file that it cannot parse
+        if any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise DatasetError(
+                f"tokenizer {name!r}: {folder} cannot be loaded ({reason[0]}). Copy or download the folder again."
+            ) from error
         raise FileNotFoundError(
             f"tokenizer {name!r}: neither {folder} nor the local Hugging Face cache holds one. "
             f"Name a folder with tokenizer.json, or download it first: hf download {name}"

@@ -65,6 +65,8 @@ class DatasetWriter:
 def free_folder(out: str | os.PathLike[str], overwrite: bool) -> Path:
     """The path of a dataset folder that may be written. Raises FileExistsError where something else stands there."""
     folder = user_path(out)
+    if blocked := [parent for parent in folder.parents if parent.exists() and not parent.is_dir()]:
+        raise FileExistsError(f"{blocked[0]} is a file, so {folder} cannot be made below it. Name another folder.")
     if folder.exists():
         if not overwrite:
             raise FileExistsError(f"{folder} exists. Name another folder, or replace it with --overwrite.")
