@@ -116,6 +116,30 @@ def test_numbers_that_are_none(tmp_path):
     assert found.verdict == "STOP" and found.main.kind == "not finite" and "first at step 41" in found.text()
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("step,loss\n1,2.0\n".encode("utf-16"), "is no text in UTF-8"),
+        ("step,loss,größe\n1,2.0,3\n".encode("latin-1"), "is no text in UTF-8"),
+        ("step,loss\n1,größe\n".encode("latin-1"), "column 'loss' holds text that is not UTF-8"),
+        (b"loss,step,loss\n1,2,3\n", "'loss' as the name of several columns"),
+        (b"step,loss\n1,2.0\n1e30,1.9\n", r"column 'step' holds 1e\+30 in row 2, which is no step"),
+        (b"step,loss\n-5,2.0\n", "column 'step' holds -5 in row 1, which is no step"),
+        (None, "log.csv does not exist; name a run folder or a CSV export"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, data, message):
+    if data is not None:
+        (tmp_path / "log.csv").write_bytes(data)
+    with pytest.raises(RunError, match=message):
+        read_log(tmp_path / "log.csv")
+
+
+def test_columns_that_nothing_asks_for_may_be_anything(tmp_path):
+    (tmp_path / "log.csv").write_bytes("note,step,loss,note\ngröße,1,2.0,\n".encode("latin-1"))
+    assert read_csv(tmp_path / "log.csv").steps["loss"].tolist() == [2.0]
+
+
 def test_half_a_last_line_and_steps_out_of_order(tmp_path):
     run = read_csv(export(tmp_path / "log.csv", "step,loss,lr", ["2,2.0,0.1", "1,3.0,0.1", "2,2.1,0.1", "3,1.9,0.1", "4,1."], end=""))
     assert run.steps["step"].tolist() == [1, 2, 3] and run.steps["loss"].tolist() == [3.0, 2.1, 1.9] and run.bad_lines == 1
@@ -144,5 +168,5 @@ def test_buckets_of_an_export_are_groups(tmp_path):
 
 def test_read_log_takes_both(tmp_path):
     assert len(read_log(export(tmp_path / "log.csv", "loss", ["3.0"]))) == 1
-    with pytest.raises(RunError, match="not a folder"):
+    with pytest.raises(RunError, match="does not exist"):
         read_log(tmp_path / "nothing.csv")

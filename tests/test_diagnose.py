@@ -142,8 +142,32 @@ def test_a_log_without_any_loss_is_not_called_healthy(tmp_path):
     assert found.verdict == "LOOK" and "none of the 70 steps has a loss" in found.text()
 
 
+def test_a_log_of_unreadable_lines_says_so(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "steps.jsonl").write_bytes(b"\x00\xff\n" * 7)
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    assert "there is no step to judge: 7 lines of" in diagnose(tmp_path).text()
+
+
+@pytest.mark.parametrize("name", ["config.json", "environment.json", "summary.json", "plan.json"])
+@pytest.mark.parametrize("text", ["[1]", '"x"', "3"])
+def test_a_description_that_is_no_object_is_named(tmp_path, name, text):
+    (tmp_path / "steps.jsonl").touch()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RunError, match=rf"{name} holds a JSON (list|str|int), not an object"):
+        read_run(tmp_path)
+
+
+def test_events_without_a_usable_step_are_counted_not_believed(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    lines = [{"kind": "eval", "step": 5}, *({"kind": "resume", "step": step} for step in (None, "3", [1], 4.5)), {"kind": 7, "step": 1}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert (run.events, run.bad_lines) == (lines[:1], 5)
+
+
 def test_what_is_no_run(tmp_path):
-    with pytest.raises(RunError, match="not a folder"):
+    with pytest.raises(RunError, match="does not exist"):
         diagnose(tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"neither config\.json nor steps\.jsonl"):
         diagnose(tmp_path)

@@ -141,7 +141,7 @@ def test_the_notebook_on_a_poisoned_and_a_diverged_run(tmp_path, capsys):
 
 
 def test_bad_parameters_are_a_sentence(tmp_path):
-    with pytest.raises(RunError, match="is not a folder"):
+    with pytest.raises(RunError, match="does not exist"):
         executed(run_dir=str(tmp_path / "nowhere"))
     with pytest.raises(ParameterError, match=r"unknown parameter 'run'.*did you mean 'run_dir'"):
         executed(run="x")
@@ -149,7 +149,7 @@ def test_bad_parameters_are_a_sentence(tmp_path):
     with pytest.raises(RunError, match="no column that looks like a loss"):
         executed(run_dir=str(tmp_path / "log.csv"))
     log = diagnose(write_run(tmp_path / "run", Recipe(steps=40))).log
-    with pytest.raises(RunError, match="is not a folder"):
+    with pytest.raises(RunError, match="does not exist"):
         compare_with(log, [str(tmp_path / "other")])
 
 

@@ -253,7 +253,7 @@ def test_older_and_newer_logs_are_read_with_what_they_have(tmp_path):
 
 
 def test_what_is_no_run_folder_is_named(tmp_path):
-    for path, say in ((tmp_path, "neither"), (tmp_path / "none", "not a folder")):
+    for path, say in ((tmp_path, "neither"), (tmp_path / "none", "does not exist")):
         with pytest.raises(RunError, match=say):
             read_run(path)
     (tmp_path / "config.json").write_text("{")

@@ -30,6 +30,7 @@ NAMES = {
     "seconds": ("seconds_step", "step_seconds", "step_time", "seconds", "time_per_step", "iteration_time", "train_seconds"),
     "time": ("time", "timestamp", "wall_time", "created_at"),
 }
+LARGEST_STEP = 2**53  # float64 counts so far
 BLANK = ["", "None", "none", "null", "NA", "N/A"]
 
 
@@ -42,15 +43,24 @@ def read_log(source: str | Path, columns: str = "") -> Run:
 def read_csv(path: Path, columns: str = "") -> Run:
     """The run that a CSV export describes: a row a step, or rows of a training and an evaluation loss by turns."""
     table, bad = _table(path)
-    chosen = choose_columns(table.column_names, columns)
+    chosen = choose_columns(list(dict.fromkeys(table.column_names)), columns)
     if "loss" not in chosen:
         raise RunError(
             f"{path} has no column that looks like a loss; it has {', '.join(table.column_names)}. Name it: -p columns loss:NAME"
         )
+    if twice := [name for name in chosen.values() if table.column_names.count(name) > 1]:
+        raise RunError(f"{path} has {', '.join(map(repr, twice))} as the name of several columns. Rename or remove all but one of each")
     known = {ours: _numbers(path, table, theirs) for ours, theirs in chosen.items()}
     valid = known["loss"][0]
     rows = np.flatnonzero(valid)
     step = known["step"][1] if "step" in known else np.cumsum(valid).astype(np.float64)
+    off = np.isfinite(step) & ((step < 0) | (step > LARGEST_STEP))
+    if off.any():
+        row = int(off.argmax())
+        raise RunError(
+            f"{path}: column {chosen['step']!r} holds {step[row]:g} in row {row + 1}, which is no step. "
+            "Name another column with -p columns step:NAME, or correct the row"
+        )
     rows = rows[np.isfinite(step[rows])]
     rows = rows[np.argsort(step[rows], kind="stable")]
     rows = rows[np.append(np.diff(step[rows]) > 0, True)] if len(rows) else rows
@@ -93,8 +103,12 @@ def _plain(name: str) -> str:
 
 
 def _table(path: Path) -> tuple[pa.Table, int]:
-    with path.open("r", encoding="utf-8-sig", errors="replace") as file:
-        header = file.readline()
+    with path.open("rb") as file:
+        start = file.readline(1 << 20)
+    try:
+        header = start.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise RunError(f"{path} is no text in UTF-8 (it begins with {start[:8]!r}). Save it as CSV in UTF-8") from None
     if not header.strip():
         raise RunError(f"{path} is empty; export the run again")
     bad = []
@@ -107,7 +121,7 @@ def _table(path: Path) -> tuple[pa.Table, int]:
             convert_options=pyarrow.csv.ConvertOptions(null_values=BLANK, strings_can_be_null=True),
         )
     except pa.ArrowInvalid as problem:
-        raise RunError(f"{path} cannot be read as CSV: {problem}") from None
+        raise RunError(f"{path} cannot be read as CSV: {problem}. Export the run again") from None
     return table, len(bad)
 
 
@@ -117,6 +131,10 @@ def _numbers(path: Path, table: pa.Table, name: str) -> tuple[np.ndarray, np.nda
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     if pa.types.is_temporal(column.type):
         column = column.cast(pa.timestamp("us")).cast(pa.int64())
+    if pa.types.is_binary(column.type):
+        raise RunError(
+            f"{path}: column {name!r} holds text that is not UTF-8. Save the file in UTF-8, or name another column with -p columns"
+        )
     if pa.types.is_string(column.type):
         values = np.full(len(column), np.nan)
         for i in np.flatnonzero(valid):

@@ -99,6 +99,9 @@ def diagnose(source: str | Path | Run, columns: str = "") -> Diagnosis:
 def sentences(diagnosis: Diagnosis) -> tuple[str, str]:
     """What it is, and what to do: for a tired person."""
     log, main = diagnosis.log, diagnosis.main
+    if not len(log) and log.run.bad_lines:
+        unreadable = plural(log.run.bad_lines, "line")
+        return f"there is no step to judge: {unreadable} of {log.run.folder} cannot be read.", "Copy or export the log again."
     if not len(log):
         return f"there is no step to judge, the run is {log.run.status}.", "Read it again once steps are written."
     if main is None and not log.has("loss"):

@@ -141,7 +141,10 @@ class Run:
             try:
                 event = json.loads(line)
                 kind, step = event["kind"], event["step"]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
+                self.bad_lines += 1
+                continue
+            if not isinstance(kind, str) or not isinstance(step, int):
                 self.bad_lines += 1
                 continue
             if kind == "resume":
@@ -153,8 +156,10 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read a run folder, whatever state it is in. Raises RunError when ``folder`` is not one."""
     folder = Path(folder)
+    if not folder.exists():
+        raise RunError(f"{folder} does not exist; name a run folder or a CSV export")
     if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder; a run folder holds config.json and steps.jsonl")
+        raise RunError(f"{folder} is not a folder; name a run folder, which holds config.json and steps.jsonl")
     if not (folder / "config.json").is_file() and not (folder / "steps.jsonl").is_file():
         raise RunError(f"{folder} is not a run folder: it holds neither config.json nor steps.jsonl")
     run = Run(folder, config=_read_json(folder / "config.json") or {}, environment=_read_json(folder / "environment.json") or {})
@@ -165,11 +170,14 @@ def read_run(folder: str | Path) -> Run:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError as problem:
+    except (ValueError, RecursionError, IsADirectoryError) as problem:
         raise RunError(f"{path} is not readable as JSON: {problem}. Copy the run folder again, or remove the file") from None
+    if content is not None and not isinstance(content, dict):
+        raise RunError(f"{path} holds a JSON {type(content).__name__}, not an object. Copy the run folder again, or remove the file")
+    return content
 
 
 class _Tail:
