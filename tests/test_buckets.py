@@ -193,6 +193,8 @@ def test_a_sample_longer_than_the_budget_is_named():
         ({"objective": "time"}, "needs cost"),
         ({"model": "uniform"}, "model must be one of packing, reference"),
         ({"max_batch": 0}, "max_batch"),
+        ({"max_batch": 2**40}, "max_batch must be at most 2,147,483,647"),
+        ({"token_budget": 2**70}, "token_budget must be at most"),
     ],
 )
 def test_a_wrong_parameter_is_named(wrong, message):
@@ -228,7 +230,7 @@ def test_names_and_files(reference, tmp_path, monkeypatch):
     assert resolve_buckets(path, reference).token_budget == 49152
     monkeypatch.chdir(tmp_path)
     assert resolve_buckets("buckets.json", reference).boundaries == plan.boundaries
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"buckets: .*missing\.json does not exist"):
         resolve_buckets("missing.json", reference)
 
 
@@ -238,7 +240,37 @@ def test_otto_is_not_auto(reference):
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "auto:", "auto:0", "auto:x", "auto:2.5", [], None, True, [True], [512, "x"], {}, 512.5, "nan", "1e999", object()]
+    "spec",
+    [
+        "",
+        "auto:",
+        "auto:0",
+        "auto:x",
+        "auto:2.5",
+        [],
+        None,
+        True,
+        [True],
+        [512, "x"],
+        {},
+        512.5,
+        "nan",
+        "1e999",
+        object(),
+        "64,,128",
+        "64,",
+        ",64",
+        "１２",
+        "auto:１",
+        "0",
+        [0],
+        0,
+        [[1, 2], [3]],
+        [2**70],
+        2**70,
+        f"64,{2**31 + 1}",
+        "/",
+    ],
 )
 def test_anything_else_is_refused(reference, spec):
     with pytest.raises(BucketError, match="buckets: "):
@@ -247,5 +279,5 @@ def test_anything_else_is_refused(reference, spec):
 
 @pytest.mark.parametrize("spec", ["1024,512", [512, 512], -5])
 def test_edges_that_do_not_increase_are_refused(reference, spec):
-    with pytest.raises(BucketError, match="increase"):
+    with pytest.raises(BucketError, match="buckets: edges must increase"):
         resolve_buckets(spec, reference)

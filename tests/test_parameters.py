@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import nbformat
@@ -13,7 +13,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from papermill.cli import _resolve_type
 
-from dflash_nb.pipeline.parameters import ParameterError, Parameters, check_parameters, option
+from dflash_nb.pipeline.config import TrainConfig
+from dflash_nb.pipeline.parameters import ALIASES, ParameterError, Parameters, check_parameters, option
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,33 @@ def test_unknown_names_are_all_named_with_the_nearest():
         check_parameters(Config, {"bucket": "auto", "zzz": 3, "epochs": 2})
     text = str(error.value)
     assert "'bucket' (given 'auto'): did you mean 'buckets'?" in text and "'zzz' (given 3)\n" in text and "seeds" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lr", "learning_rate"),
+        ("LR", "learning_rate"),
+        ("bs", "max_batch"),
+        ("batch_size", "max_batch"),
+        ("BLOCK_SIZE", "block_size"),
+        ("BlockSize", "block_size"),
+        ("num-train-epochs", "epochs"),
+    ],
+)
+def test_a_name_in_other_case_or_of_another_trainer_is_recognised(given, meant):
+    with pytest.raises(ParameterError, match=rf"unknown parameter '{given}' .*did you mean '{meant}'"):
+        TrainConfig.from_notebook({given: 1})
+
+
+def test_every_alias_is_of_a_parameter_and_none_itself():
+    known = {each.name for each in fields(TrainConfig)}
+    assert set(ALIASES.values()) <= known and not known & set(ALIASES)
+
+
+def test_lists_in_lists_are_refused():
+    with pytest.raises(ParameterError, match=r"buckets: \[\[1, 2\], \[3\]\] was given"):
+        Config(buckets=[[1, 2], [3]])
 
 
 def test_every_problem_is_in_one_error():

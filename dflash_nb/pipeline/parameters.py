@@ -20,6 +20,14 @@ from dflash_nb.errors import PlainError
 from dflash_nb.home import user_path
 
 PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
+# What other trainers call them.
+ALIASES = {
+    "lr": "learning_rate", "bs": "max_batch", "batch_size": "max_batch", "max_tokens": "token_budget", "wd": "weight_decay",
+    "gradient_accumulation_steps": "accumulation", "grad_accum": "accumulation", "max_grad_norm": "grad_clip", "clip": "grad_clip",
+    "num_epochs": "epochs", "num_train_epochs": "epochs", "warmup_steps": "warmup", "warmup_ratio": "warmup", "scheduler": "decay",
+    "lr_scheduler_type": "decay", "model": "target", "data": "dataset", "num_layers": "draft_layers", "output_dir": "runs_dir",
+    "resume_from_checkpoint": "resume", "report_to": "tracker", "seq_len": "max_length", "max_seq_length": "max_length",
+}  # fmt: skip
 INTERACTIVE_NAMES = frozenset({"In", "Out", "exit", "quit"})
 
 
@@ -122,8 +130,9 @@ def _literal_names(cell: str) -> set[str]:
 
 
 def _nearest(name: str, valid: list[str]) -> str:
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f": did you mean {near[0]!r}?" if near else ""
+    plain, named = name.lower().replace("-", "_"), {each.lower(): each for each in valid}
+    near = [ALIASES[plain]] if ALIASES.get(plain) in valid else difflib.get_close_matches(plain, named, n=1, cutoff=0.5)
+    return f": did you mean {named[near[0]]!r}?" if near else ""
 
 
 def checked(each: Field, value: Any) -> Any:
@@ -172,6 +181,8 @@ def _text(each: Field, value: Any) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if each.metadata["listed"] and (isinstance(value, list | tuple) or str(value).strip().startswith("[")):
+        if any(isinstance(item, list | tuple | dict) for item in _items(value)):
+            raise _refused(each, value, "give one list without others in it")
         return ",".join(str(item) for item in _items(value))
     if not isinstance(value, str | numbers.Real):
         raise _refused(each, value)

@@ -6,15 +6,17 @@ reference lengths six buckets keep 85.9 % of the computed tokens real (the refer
 """
 
 import difflib
-import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
+from dflash_nb.errors import NotFoundError
 from dflash_nb.home import user_path
 from dflash_nb.planner.bucket_plan import BucketPlan, BucketRow
 from dflash_nb.planner.cuts import RULE, Cuts, auto_cuts, best_cuts
@@ -149,13 +151,13 @@ def resolve_buckets(spec: Any, histogram: LengthHistogram, objective: str = "pad
     limits: token_budget, max_batch, pad_multiple; for ``auto`` also objective and cost, as in ``optimize_buckets``.
 
     Raises:
-        BucketError: anything else; the message lists what is allowed.
+        BucketError: anything else; the message names buckets and lists what is allowed.
         FileNotFoundError: the file does not exist.
     """
     if isinstance(spec, np.ndarray):
         spec = spec.tolist()
     if isinstance(spec, os.PathLike):
-        return evaluate_buckets(histogram, BucketPlan.load(spec).boundaries, **limits)
+        return evaluate_buckets(histogram, _saved(Path(spec)), **limits)
     if not isinstance(spec, str):
         return evaluate_buckets(histogram, _edges(spec if isinstance(spec, list | tuple) else [spec], spec), **limits)
     text = spec.strip()
@@ -165,21 +167,30 @@ def resolve_buckets(spec: Any, histogram: LengthHistogram, objective: str = "pad
         return evaluate_buckets(histogram, REFERENCE_BOUNDARIES, **limits)
     name, colon, number = text.partition(":")
     if colon and name.strip() == "auto":
-        if not number.strip().isdecimal() or int(number) < 1:
+        if not (number.strip().isdecimal() and number.isascii()) or int(number) < 1:
             raise BucketError(f"buckets: {spec!r} needs a whole number of at least 1 after the colon, for example auto:6")
         return optimize_buckets(histogram, int(number), objective=objective, cost=cost, **limits)
     if text.endswith(".json") or os.sep in text:
-        return evaluate_buckets(histogram, BucketPlan.load(user_path(text)).boundaries, **limits)
-    return evaluate_buckets(histogram, _edges(text.strip("[]()").replace(",", " ").split(), spec), **limits)
+        return evaluate_buckets(histogram, _saved(user_path(text)), **limits)
+    return evaluate_buckets(histogram, _edges(re.split(r"\s*,\s*|\s+", text.strip("[]() ")), spec), **limits)
+
+
+def _saved(path: Path) -> tuple[int, ...]:
+    if not path.exists():
+        raise NotFoundError(f"buckets: {path} does not exist. Name the buckets.json that notebook 01 wrote, or another of {ALLOWED}")
+    if path.is_dir():
+        raise BucketError(f"buckets: {path} is a folder. Name the buckets.json in it")
+    return BucketPlan.load(path).boundaries
 
 
 def _edges(values: Sequence[Any], spec: Any) -> list[int]:
-    """Whole numbers from numbers or texts; 1024.0 and 1e3 count as whole."""
+    """Whole numbers from numbers or texts; 1024.0 and 1e3 count as whole. 0 alone would cut nothing."""
     try:
-        numbers = [math.nan if isinstance(value, bool) else float(value) for value in values]
-    except (TypeError, ValueError):
+        strange = any(isinstance(value, bool) or not str(value).isascii() for value in values)
+        numbers = [] if strange else [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
         numbers = []
-    if not numbers or not all(number.is_integer() for number in numbers):
+    if not any(numbers) or not all(number.is_integer() for number in numbers):
         near = difflib.get_close_matches(str(spec), ["auto", "reference"], 1, 0.4)
         raise BucketError(f"buckets: {spec!r} is not one of {ALLOWED}.{f' Did you mean {near[0]}?' if near else ''}")
     return [int(number) for number in numbers]

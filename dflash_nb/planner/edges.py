@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
-from dflash_nb.planner.limits import BucketError
+from dflash_nb.planner.limits import LARGEST, BucketError
 
 REFERENCE_BOUNDARIES = (0, 770, 1216, 1728, 2432, 3296, 8192)
 
@@ -45,9 +45,11 @@ def full_boundaries(edges: Sequence[int], histogram: LengthHistogram) -> tuple[i
     try:
         edges = [operator.index(edge) for edge in edges]
     except TypeError:
-        raise BucketError(f"edges must be whole numbers of tokens, not {edges!r}") from None
+        raise BucketError(f"buckets: edges must be whole numbers of tokens, not {edges!r}") from None
     if any(low >= high for low, high in pairwise(edges)) or min(edges, default=0) < 0:
-        raise BucketError(f"edges must increase and be 0 or above, not {edges}")
+        raise BucketError(f"buckets: edges must increase and be 0 or above, not {edges}")
+    if max(edges, default=0) > LARGEST + 1:
+        raise BucketError(f"buckets: edges must be at most {LARGEST + 1:,}, not {edges}")
     if not edges or edges[0] > 0:
         edges.insert(0, 0)
     if edges[-1] == histogram.max:

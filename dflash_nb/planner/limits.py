@@ -10,6 +10,7 @@ from dflash_nb.errors import PlainError
 
 BatchCost = Callable[[np.ndarray, np.ndarray], np.ndarray]
 EXACT_ROWS = 128
+LARGEST = 2**31 - 1
 
 
 class BucketError(PlainError, ValueError):
@@ -67,11 +68,13 @@ def padded_tokens(rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number of at least 1."""
+    """A whole number of at least 1 that products of two of them cannot overflow."""
     try:
         number = operator.index(value)
     except TypeError:
         number = 0
     if number < 1 or isinstance(value, bool | np.bool_):
         raise BucketError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if number > LARGEST:
+        raise BucketError(f"{name} must be at most {LARGEST:,}, not {value!r}")
     return number
