@@ -69,6 +69,9 @@ def test_defaults_are_themselves_valid_and_survive_json(cls):
     [
         ({"topology": "7"}, "7-1"),
         ({"topology": "0-1"}, "7-1"),
+        ({"topology": "１-1"}, "7-1"),
+        ({"mask_token": "７"}, "number of a token"),
+        ({"target_layers": "1,９"}, "counted from 0"),
         ({"max_length": 9000, "token_budget": 8192}, "could not hold one sample"),
         ({"target_layers": "1,two"}, "counted from 0"),
         ({"target_layers": "-1"}, "counted from 0"),

@@ -52,6 +52,10 @@ class NotebookConfig(Parameters):
         return "\n".join(fill(f"{name:<10} {text}") for name, text in lines)
 
 
+def _digits(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
 def _spelled(values: Mapping[str, Any]) -> str:
     texts = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return ", ".join(f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}" for name, value in texts.items())
@@ -129,16 +133,16 @@ class TrainConfig(NotebookConfig):
 
     def contradictions(self) -> Iterable[str]:
         targets, _, drafters = self.topology.partition("-")
-        if not (targets.isdecimal() and drafters.isdecimal() and int(targets) > 0 and int(drafters) > 0):
+        if not (_digits(targets) and _digits(drafters) and int(targets) > 0 and int(drafters) > 0):
             yield f"topology: {self.topology!r} was given, needed: target workers and drafters such as 1-1 or 7-1"
         if self.max_length > self.token_budget:
             yield (
                 f"max_length {self.max_length} is more than token_budget {self.token_budget}: a batch could not hold one sample. "
                 "Raise token_budget"
             )
-        if self.target_layers != "auto" and not all(part.strip().isdecimal() for part in self.target_layers.split(",")):
+        if self.target_layers != "auto" and not all(_digits(part.strip()) for part in self.target_layers.split(",")):
             yield f"target_layers: {self.target_layers!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
-        if self.mask_token != "auto" and not self.mask_token.isdecimal():
+        if self.mask_token != "auto" and not _digits(self.mask_token):
             yield f"mask_token: {self.mask_token!r} was given, needed: auto, or the number of a token"
         if self.ray_address and self.engine != "ray":
             yield f"ray_address {self.ray_address!r} was given, but engine is {self.engine!r}: use engine ray"
