@@ -106,6 +106,8 @@ def with_small_vocabulary(made, tmp_path):
         ({"draft_layers": 7}, "different layers in order"),
         ({"target_layers": "3,9"}, r"\[9\] out of range"),
         ({"max_length": 20}, "samples longer than 20 tokens"),
+        ({"max_length": 1, "too_long": "truncate"}, "none of the 60 rows of an epoch has two supervised tokens"),
+        ({"max_length": 3, "too_long": "truncate"}, r"max_length 3, too_long truncate\), so there is nothing to draft"),
         ({"buckets": "otto"}, "otto"),
         ({"strategy": "packed", "target": "sample"}, "6 of the 8 layers of sample are linear_attention"),
         ({"topology": "2-2"}, "train one drafter; use 2-1"),

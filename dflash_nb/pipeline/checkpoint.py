@@ -58,15 +58,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_checkpoint(folder: Path, on_broken: Callable[[CheckpointError], None]) -> tuple[Path, dict[str, Any]] | None:
+def newest_checkpoint(
+    folder: Path, on_broken: Callable[[CheckpointError], None], logged: int | None = None
+) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that agrees with its manifest, and its state; None if there is none at all.
+
+    ``logged`` is the last step that the run's log reaches: a later checkpoint counts as broken, for its losses are gone.
 
     Every broken one passed over is given to ``on_broken``. If there are only broken ones: CheckpointError.
     """
     broken = []
     for path in reversed(checkpoints(folder)):
         try:
-            return path, verify(path)
+            state = verify(path)
+            if logged is not None and state["step"] > logged:
+                raise CheckpointError(f"{path.name}: steps {logged + 1:,} to {state['step']:,} are missing in steps.jsonl; put it back")
+            return path, state
         except CheckpointError as error:
             on_broken(error)
             broken.append(str(error))

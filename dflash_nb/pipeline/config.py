@@ -148,7 +148,12 @@ class TrainConfig(NotebookConfig):
             yield f"ray_address {self.ray_address!r} was given, but engine is {self.engine!r}: use engine ray"
         if self.watch and self.resume:
             yield f"watch {self.watch} and resume {self.resume} were both given: looking and continuing are two calls, leave out one"
-        if Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
+        for name in ("dataset", "target"):
+            if not getattr(self, name):
+                yield f"{name}: '' was given, needed: sample, or a folder (. for the current one)"
+        if len(self.run_name.encode(errors="replace")) > 200 or not self.run_name.isprintable():
+            yield f"run_name: {self.run_name[:60]!r} was given, needed: a folder name of at most 200 letters, without line breaks"
+        elif Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
             yield f"run_name: {self.run_name!r} was given, needed: a folder name without a path (runs_dir says where it goes)"
 
     @property
@@ -216,10 +221,12 @@ def saved_config(folder: Path) -> TrainConfig:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json") from None
-    except ValueError as problem:
-        raise ParameterError(f"resume: {path} is not readable: {problem}") from None
+    except (OSError, ValueError) as problem:
+        raise ParameterError(f"resume: {path} is not readable: {problem}. Copy the run folder again") from None
+    if not isinstance(values, dict):
+        raise ParameterError(f"resume: {path} holds {str(values)[:40]}, needed: the settings of a run. Copy the run folder again")
     if strange := sorted(set(values) - {each.name for each in fields(TrainConfig)}):
         raise ParameterError(f"resume: {path} holds settings that this version does not know: {', '.join(strange)}")
     return TrainConfig(**values)

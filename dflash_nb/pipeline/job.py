@@ -188,6 +188,7 @@ def prepare_job(config: TrainConfig) -> Job:
     )
     options |= {"boundaries": buckets.boundaries, "seed": config.seed, "n_supervised": dataset.n_supervised}
     plans = [plan_epoch(dataset.lengths, epoch=epoch, **options) for epoch in announced(range(config.epochs), "planning epochs")]
+    _check_blocks(dataset, plans[0], config)
     steps = optimizer_steps([len(plan) for plan in plans], config.accumulation, config.max_steps)
     tokens = [
         np.add.reduceat(plan.real_tokens, np.arange(0, len(plan), config.accumulation))[:count]
@@ -234,6 +235,19 @@ def _check_tokens(dataset: TokenDataset, info: TargetInfo, mask_token_id: int) -
             f"Prepare it again with --tokenizer {info.name}, or choose the target it was made for"
         )
     dataset.check_vocabulary(info.vocab_size, mask_token_id)
+
+
+def _check_blocks(dataset: TokenDataset, plan: BatchPlan, config: TrainConfig) -> None:
+    """Refuse a plan in which no row starts a block, which takes two supervised tokens behind each other; the first row mostly does."""
+    for row in plan.sample_ids:
+        mask = dataset.row(int(row))[1][: plan.options.longest].astype(bool)
+        if (mask[1:] & mask[:-1]).any():
+            return
+    raise DatasetError(
+        f"{dataset.path}: none of the {len(plan.sample_ids):,} rows of an epoch has two supervised tokens behind each other in its first "
+        f"{plan.options.longest:,} tokens (max_length {config.max_length}, too_long {config.too_long}), so there is nothing to draft. "
+        "Raise max_length, or prepare data with longer answers"
+    )
 
 
 def _describe(plan: BatchPlan, next_plan: BatchPlan | None, steps: int, lengths: np.ndarray) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from dflash_nb.pipeline.run import read_run as read_run
 
 FILLED_IN = frozenset({"time", "elapsed", "finite"})
 EVENT_KINDS = frozenset({"start", "checkpoint", "resume", "dropped", "eval", "retry", "warning", "interrupt", "finish", "epoch", "worker"})
+WRITTEN = ("config", "environment", "buckets", "plan", "summary")
 STATUSES = frozenset({"finished", "interrupted", "failed"})
 
 
@@ -39,7 +40,7 @@ def new_run_folder(runs: Path, name: str = "", dataset: str = "", strategy: str 
     """
     if name:
         folder = runs / name
-        folder.mkdir(parents=True, exist_ok=True)
+        _made(folder, exist_ok=True)
         if (folder / "config.json").exists() or (folder / "steps.jsonl").exists():
             raise RunError(f"run_name: {folder} already holds a run; continue it with -p resume {folder}, or choose another name")
         return folder
@@ -47,11 +48,33 @@ def new_run_folder(runs: Path, name: str = "", dataset: str = "", strategy: str 
     for count in range(1, 1000):
         folder = runs / (stem if count == 1 else f"{stem}-{count}")
         try:
-            folder.mkdir(parents=True)
+            _made(folder)
             return folder
         except FileExistsError:
             continue
     raise RunError(f"{runs / stem} and 998 numbered ones exist; name this run with run_name")
+
+
+def _made(folder: Path, exist_ok: bool = False) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it cannot be written to")
+    except OSError as error:
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            raise
+        raise RunError(
+            f"the run folder {folder} cannot be made: {error.strerror or error}; set runs_dir to a folder where you may write"
+        ) from None
+
+
+def readable(path: Path) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None where there is none, or only a half of it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 class RunLog:
@@ -103,9 +126,9 @@ class RunLog:
             os.ftruncate(log._steps, offset)
         if last.get("step", 0) < step:
             log.event("warning", text=f"the log ends at step {last.get('step', 0)}, before the checkpoint at step {step}")
-        status = (_read(folder / "summary.json") or {}).get("status", "unfinished")
+        status = (readable(folder / "summary.json") or {}).get("status", "unfinished")
         (folder / "summary.json").unlink(missing_ok=True)
-        before, now = (_read(folder / "environment.json") or {}).get("versions", {}), describe_environment()["versions"]
+        before, now = (readable(folder / "environment.json") or {}).get("versions", {}), describe_environment()["versions"]
         changed = {name: [before.get(name), now.get(name)] for name in sorted({*before, *now}) if before.get(name) != now.get(name)}
         log.event("resume", after=status, dropped=len(dropped), versions_changed=changed)
         return log
@@ -149,6 +172,14 @@ class RunLog:
             raise ValueError(f"status {status!r} is none of {', '.join(sorted(STATUSES))}")
         self.event("interrupt" if status == "interrupted" else "finish", status=status)
         self.write("summary", {"status": status, "step": self._step, **summary})
+
+    def discard(self) -> None:
+        """Remove what was written of a run that never began, so that its name is free; other files in the folder stay."""
+        self.close()
+        for name in (*(f"{name}.json" for name in WRITTEN), "steps.jsonl", "events.jsonl", lock.NAME):
+            (self.folder / name).unlink(missing_ok=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def close(self) -> None:
         """Give the folder back. Can be called twice."""
@@ -226,10 +257,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"a log takes plain numbers and text, not {type(value).__name__}")
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _cut_half_line(path: Path) -> None:

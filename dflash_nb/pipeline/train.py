@@ -5,6 +5,7 @@ killed and resumed ends with the losses of one that was not. What a run costs be
 and a checkpoint every ``checkpoint_every`` steps.
 """
 
+import re
 import time
 import traceback
 from collections import deque
@@ -21,9 +22,11 @@ from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.export import export_drafter
 from dflash_nb.model.initialise import scale_to_head
 from dflash_nb.model.objective import Objective
-from dflash_nb.pipeline.checkpoint import newest_checkpoint, restore, write_checkpoint
+from dflash_nb.model.target_info import TargetError
+from dflash_nb.pipeline.checkpoint import CheckpointError, newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.console import Console
+from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.interrupt import Hold, interruptible
 from dflash_nb.pipeline.job import Job, prepare_job
@@ -31,7 +34,7 @@ from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_thr
 from dflash_nb.pipeline.optimizer import make_optimizer
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.probe import memory_bytes, probe
-from dflash_nb.pipeline.runlog import RunLog, new_run_folder, read_run
+from dflash_nb.pipeline.runlog import RunError, RunLog, new_run_folder, read_run, readable
 from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize
 from dflash_nb.pipeline.trackers import Tracker
@@ -92,10 +95,22 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
     start = None
     if config.resume:
         folder = Path(config.resume)
-        start = newest_checkpoint(folder / "checkpoints", broken.append)
+        logged, status = _logged_steps(folder)
+        start = newest_checkpoint(folder / "checkpoints", broken.append, logged)
+        if start is None and logged:
+            if status == "finished":
+                raise RunError(f"{folder} has finished, but its checkpoints are gone; put them back, or start a new run")
+            broken.append(f"{folder / 'checkpoints'} holds none, so the run starts again from step 0 and its {logged:,} steps are dropped")
         if start is not None:
             _check_same_run(job, start[1])
         log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0)
+        for name, content in (
+            ("environment", {**describe_environment(), **environment}),
+            ("buckets", job.buckets.to_json()),
+            ("plan", _planned(job)),
+        ):
+            if not readable(folder / f"{name}.json"):
+                log.write(name, content)
     else:
         folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
         log = RunLog.create(folder, config, environment)
@@ -104,8 +119,21 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
     with log:
         print(f"run folder: {folder}", flush=True)
         for error in broken:
-            _warn(log, f"passed over a broken checkpoint: {error}")
-        yield log, start
+            _warn(log, f"passed over a broken checkpoint: {error}" if isinstance(error, CheckpointError) else error)
+        try:
+            yield log, start
+        except TargetError:
+            if not config.resume:
+                log.discard()
+            raise
+
+
+def _logged_steps(folder: Path) -> tuple[int, str]:
+    """The last step before the first gap of a run's log, and how the run ended."""
+    path = folder / "steps.jsonl"
+    numbers = re.findall(rb'^\{"step":(\d+)', path.read_bytes(), re.MULTILINE) if path.is_file() else []
+    logged = next((step for step, number in enumerate(numbers) if int(number) != step + 1), len(numbers))
+    return logged, (readable(folder / "summary.json") or {}).get("status", "unfinished")
 
 
 def _planned(job: Job, **speed: Any) -> dict[str, Any]:
