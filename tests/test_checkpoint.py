@@ -169,3 +169,17 @@ def test_weights_are_plain_safetensors(tmp_path):
     header = (path / WEIGHTS).read_bytes()
     names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
     assert sorted(name for name in names if name != "__metadata__") == ["0.weight", "1.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("writer", ["save_file", "torch.save", "_sync"])
+def test_a_full_disk_is_named_with_the_path_and_leaves_the_older_checkpoint(tmp_path, monkeypatch, writer):
+    module, optimizer = small()
+    older = write_checkpoint(tmp_path, 1, module, optimizer, {})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"dflash_nb.pipeline.checkpoint.{writer}", full)
+    with pytest.raises(CheckpointError, match=r"step-2 cannot be written: .*No space left.* Make room"):
+        write_checkpoint(tmp_path, 2, module, optimizer, {})
+    assert newest_checkpoint(tmp_path, refuse)[0] == older and [path.name for path in tmp_path.iterdir()] == ["step-1"]

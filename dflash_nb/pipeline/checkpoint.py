@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_nb.errors import PlainError
@@ -33,20 +34,30 @@ class CheckpointError(PlainError, RuntimeError):
 def write_checkpoint(
     folder: Path, step: int, module: torch.nn.Module, optimizer: DrafterOptimizer, state: dict[str, Any], keep: int = 2
 ) -> Path:
-    """Write ``folder/step-N`` and remove all but the newest ``keep``. ``state`` is plain JSON. Returns the checkpoint's path."""
+    """Write ``folder/step-N`` and remove all but the newest ``keep``. ``state`` is plain JSON. Returns the checkpoint's path.
+
+    Raises CheckpointError, and leaves the older ones, where it cannot be written.
+    """
     path = folder / f"step-{step}"
-    _remove_leftovers(folder)
-    with write_aside(path) as aside:
-        aside.mkdir()
-        save_file({name: value.detach().contiguous() for name, value in module.state_dict().items()}, aside / WEIGHTS)
-        torch.save({"moments": _moments(module, optimizer), "random": _random_states()}, aside / OPTIMIZER)
-        (aside / STATE).write_text(json.dumps({**state, "step": step}, indent=1))
-        manifest = {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in (WEIGHTS, OPTIMIZER, STATE)}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for name in (WEIGHTS, OPTIMIZER, STATE, MANIFEST):
-            _sync(aside / name)
-        _sync(aside)
-    _sync(folder)
+    try:
+        _remove_leftovers(folder)
+        with write_aside(path) as aside:
+            aside.mkdir()
+            save_file({name: value.detach().contiguous() for name, value in module.state_dict().items()}, aside / WEIGHTS)
+            torch.save({"moments": _moments(module, optimizer), "random": _random_states()}, aside / OPTIMIZER)
+            (aside / STATE).write_text(json.dumps({**state, "step": step}, indent=1))
+            manifest = {
+                name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in (WEIGHTS, OPTIMIZER, STATE)
+            }
+            (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            for name in (WEIGHTS, OPTIMIZER, STATE, MANIFEST):
+                _sync(aside / name)
+            _sync(aside)
+        _sync(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors for a full disk
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be written: {type(error).__name__}: {error}. Make room there, then continue with -p resume"
+        ) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return path
