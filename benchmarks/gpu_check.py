@@ -80,7 +80,7 @@ def peak_memory(predicted: float, measured: float) -> dict:
     """Predicted against measured bytes on the device."""
     return {
         "check": "peak memory",
-        "ok": abs(predicted / measured - 1) <= MEMORY_TOLERANCE,
+        "ok": bool(abs(predicted / measured - 1) <= MEMORY_TOLERANCE),
         "text": f"predicted {predicted / 1e9:.2f} GB, measured {measured / 1e9:.2f} GB, ratio {predicted / measured:.2f}",
         "value": predicted / measured,
     }
@@ -93,9 +93,9 @@ def queue_balance(run: Run) -> dict:
     explained = replay(stages, advice.workers, WAITING_BATCHES, run.config["prefetch"]) / advice.tokens_per_second
     return {
         "check": "queue balance",
-        "ok": abs(explained - 1) <= BALANCE_TOLERANCE,
+        "ok": bool(abs(explained - 1) <= BALANCE_TOLERANCE),
         "text": f"{advice.sentences[0]} Replayed / measured rate {explained:.2f}; median q_hs {np.median(run.steps['q_hs']):.0f}",
-        "value": explained,
+        "value": float(explained),
     }
 
 

@@ -113,7 +113,7 @@ def test_description_names_what_will_be_used(tmp_path):
     text = TrainConfig(dataset=str(tmp_path), run_name="mine", runs_dir=str(tmp_path / "runs"), epochs=3).describe()
     assert f"dataset    {tmp_path}" in text and f"target     {home.asset('sample_target')}" in text
     assert f"run folder {tmp_path / 'runs' / 'mine'}" in text
-    assert re.search(r"^changed .*epochs 3", text, re.M) and re.search(r"^defaults .*seed 0", text, re.M | re.S)
+    assert re.search(r"^changed (.*\n +)*.*epochs 3", text, re.M) and re.search(r"^defaults .*seed 0", text, re.M | re.S)
     assert "python 3." in text and re.search(r"^commit +([0-9a-f]{12}|not a git checkout)", text, re.M)
     assert max(map(len, text.splitlines())) <= 121
     assert "reference_lengths.parquet" in LengthsConfig(dataset="reference").describe()

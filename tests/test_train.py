@@ -371,11 +371,11 @@ def test_killed_at_twenty_moments_and_resumed_it_is_the_same_run(made, whole, tm
         process = processes.Process(target=_run_in_process, args=(tmp_path, TrainConfig(resume=str(folder)) if resume else config))
         process.start()
         if kills < 20:
-            wanted = logged(folder) + (kills % 2)
-            deadline = time.monotonic() + 60
-            while logged(folder) < wanted and process.is_alive() and time.monotonic() < deadline:
+            # By turns just after a line was written, and at any time of the start; a step further at most, or the 26 steps would not last.
+            moment = time.monotonic() + (60 if kills % 2 else chance.random())
+            wanted = logged(folder) + 1
+            while logged(folder) < wanted and process.is_alive() and time.monotonic() < moment:
                 time.sleep(0.001)
-            time.sleep(chance.random() * (0.05 if kills % 2 else 1.0))
             os.kill(process.pid, signal.SIGKILL)
             kills += 1
         process.join(60)

@@ -3,7 +3,7 @@
 transformers fills tensors that a checkpoint lacks with random numbers and says so in a table on stderr; a drafter would be trained against
 them. Here that is an error, and so are shapes that do not fit the config. Tensors that the model does not use are only mentioned: vision
 towers and heads for multi-token prediction are normal. After loading, 8 tokens are run through all layers: weights that are not finite,
-or all zero, give the same best token everywhere, which decoding would count as perfect acceptance. 6 ms for the sample.
+or all zero, give the same best token everywhere, which decoding would count as perfect acceptance. 7 ms for the sample.
 
 Shapes: N probe tokens, D captured features, H hidden size, V vocabulary rows.
 """

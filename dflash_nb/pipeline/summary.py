@@ -62,7 +62,10 @@ class RunSummary:
             ("checkpoint", str(self.checkpoint or "none")),
             ("export", str(self.export or "none")),
         ]
-        return "\n".join(textwrap.fill(f"{name:<19} {value}", 140, subsequent_indent=20 * " ", **WRAP) for name, value in rows)
+        lines = {name: f"{name:<19} {value}" for name, value in rows}
+        for name in ("cheap estimate", "speed"):  # sentences; a path or a command must stay in one piece
+            lines[name] = textwrap.fill(lines[name], 140, subsequent_indent=20 * " ", **WRAP)
+        return "\n".join(lines.values())
 
 
 def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | None, export: Path | None) -> RunSummary:
