@@ -39,6 +39,7 @@ class Recipe:
     order: str = "shuffled"  # or "sorted": one bucket after the other
     step_seconds: tuple[float, ...] = (0.20, 0.22, 0.25, 0.30)  # drafter seconds of a batch of each bucket
     wait_seconds: float = 0.02
+    fetch_seconds: float = 0.002
     q_prefetch: int = 8
     q_hs: int = 2
     evals: tuple[int, ...] = ()
@@ -164,7 +165,13 @@ def _batch(recipe: Recipe, rng: np.random.Generator, index: int, bucket: int, lo
         "sample_ids": rng.integers(0, 1000, rows).tolist(),
         "supervised": tokens // 2,
         "slots": slots,
-        "seconds": {"fetch": 0.002, "target": 0.1, "transfer": 0.001, "wait": recipe.wait_seconds, "drafter": recipe.step_seconds[bucket]},
+        "seconds": {
+            "fetch": recipe.fetch_seconds,
+            "target": 0.1,
+            "transfer": 0.001,
+            "wait": recipe.wait_seconds,
+            "drafter": recipe.step_seconds[bucket],
+        },
     }
 
 

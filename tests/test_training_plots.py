@@ -95,7 +95,8 @@ def test_rate_and_padding_are_sums_over_sums(runs):
     ("recipe", "say"),
     [
         (Recipe(steps=30, wait_seconds=0.5), "The target limits"),
-        (Recipe(steps=30, wait_seconds=0.5, q_prefetch=0, q_hs=0), "Reading data limits"),
+        (Recipe(steps=30, wait_seconds=0.5, q_prefetch=0, q_hs=0, fetch_seconds=0.6), "Reading data limits"),
+        (Recipe(steps=30, wait_seconds=0.5, q_prefetch=0, q_hs=0), "The target limits"),  # a short plan, read to its end at once
         (Recipe(steps=30, wait_seconds=0.001), "The drafter limits"),
     ],
 )

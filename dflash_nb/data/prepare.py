@@ -181,7 +181,10 @@ def _heldout_records(heldout: int | float, n_records: int, path: Path) -> int:
         raise ValueError(f"heldout is {heldout!r}; give a number of records, or a share below 1.")
     count = int(heldout) if heldout >= 1 or heldout == 0 else max(1, round(heldout * n_records))
     if count >= n_records:
-        raise DatasetError(f"{count} records cannot be held out of {n_records}; at least one must remain to train on.")
+        raise DatasetError(
+            f"{count} records cannot be held out of {n_records}; at least one must remain to train on. "
+            f"Ask for fewer, for example --heldout {max(1, n_records // 20)}."
+        )
     return count
 
 

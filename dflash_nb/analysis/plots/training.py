@@ -204,7 +204,9 @@ def queues(run: Run) -> Plot:
         axis.set(ylabel=label, ylim=(0, max(float(np.nanmax(depth)), capacity or 0) * 1.25 or 1))
     axes[1, 0].set_xlabel("training time (min)")
     waiting = float(run.steps["seconds_wait"].sum() / seconds.sum())
-    if waiting > 0.1 and empty_share[0] > 0.5:
+    # A short plan is read to its end at once, and q_prefetch is empty from then on: reading must also take longer than the target.
+    fetch, target = (float(np.nansum(run.steps[f"seconds_{stage}"])) for stage in ("fetch", "target"))
+    if waiting > 0.1 and empty_share[0] > 0.5 and fetch > target:
         finding = f"Reading data limits: the drafter waited {percent(waiting)} of the time, and no batch stood ready for the target"
     elif waiting > 0.1:
         finding = f"The target limits: the drafter waited {percent(waiting)} of the time"
