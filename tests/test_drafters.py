@@ -1,6 +1,6 @@
 """Several drafters in real processes make the steps of one.
 
-Run alone: python -m pytest tests/test_drafters.py
+Run alone: make ray-test
 """
 
 import json
@@ -23,6 +23,8 @@ from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.job import Job, prepare_job
 from dflash_nb.pipeline.runlog import read_run
 from dflash_nb.pipeline.train import train
+
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Target workers on real Ray clusters: the same losses as threads, through anything that dies, and nothing left behind.
 
-Run alone: python -m pytest tests/test_ray.py
+Run alone: make ray-test
 """
 
 import json
@@ -31,6 +31,7 @@ from dflash_nb.pipeline.train import train
 from dflash_nb.pipeline.window import WorkerFailure, WorkerLost
 
 STEPS = 26
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
