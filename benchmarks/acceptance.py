@@ -23,6 +23,7 @@ import torch
 from dflash_nb.home import cache_dir
 from dflash_nb.model.answers import write_answers
 from dflash_nb.model.target import FrozenTarget
+from dflash_nb.pipeline import models
 from dflash_nb.pipeline import train as trainer
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.runlog import read_run
@@ -66,7 +67,7 @@ def changes_of(variant: Variant, base: TrainConfig) -> dict:
 
 def starting_from(target_name: str) -> Callable:
     """``scale_to_head`` that first copies the MLPs of the target's last layers. Qwen3.5 stores its norms' weights minus one."""
-    real = trainer.scale_to_head
+    real = models.scale_to_head
 
     def start(drafter, head):
         target = FrozenTarget.load(target_name, (0,))
@@ -79,7 +80,7 @@ def starting_from(target_name: str) -> Callable:
                 ours.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight + offset)
         return real(drafter, head)
 
-    return mock.patch.object(trainer, "scale_to_head", start)
+    return mock.patch.object(models, "scale_to_head", start)
 
 
 def measure(variant: Variant, base: TrainConfig, own: str, runs: Path, prompts: int) -> dict:

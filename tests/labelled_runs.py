@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.target import FrozenTarget
-from dflash_nb.pipeline import evaluate
+from dflash_nb.pipeline import evaluate, models
 from dflash_nb.pipeline import train as trainer
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.optimizer import make_optimizer
@@ -207,7 +207,7 @@ def stepping(step: Callable[[torch.optim.Optimizer, Callable, int], None]) -> It
         optimizer.step = counted
         return optimizer
 
-    with mock.patch.object(trainer, "make_optimizer", make):
+    with mock.patch.object(models, "make_optimizer", make):
         yield
 
 

@@ -14,7 +14,7 @@ from dflash_nb.data.dataset import TokenDataset
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.objective import Objective
 from dflash_nb.model.target import FrozenTarget
-from dflash_nb.pipeline.evaluate import evaluate, heldout_prompts
+from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.step import LossSettings
 
 
@@ -66,14 +66,14 @@ def test_an_untrained_drafter_is_accepted_by_chance_only(parts):
 
 def test_prompts_end_before_the_first_supervised_token(parts):
     heldout = parts[3]
-    for row, prompt in enumerate(heldout_prompts(heldout, np.arange(5), 5, longest=100)):
+    for row, prompt in enumerate(heldout.prompts(np.arange(5), 5, longest=100)):
         input_ids, loss_mask = heldout.row(row)
         assert prompt == input_ids[: len(prompt)].tolist()
         assert not loss_mask[: len(prompt)].any() and loss_mask[len(prompt)]
 
 
 def test_prompts_that_are_too_long_are_passed_over(parts):
-    assert all(len(prompt) <= 4 for prompt in heldout_prompts(parts[3], np.arange(30), 30, longest=4))
+    assert all(len(prompt) <= 4 for prompt in parts[3].prompts(np.arange(30), 30, longest=4))
 
 
 def test_without_a_usable_prompt_tau_is_not_measured(parts, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import save_target, tiny_config, write_dataset
 from tiny_targets import MASK_TOKEN
 
-from dflash_nb.pipeline import train as train_module
+from dflash_nb.pipeline import models
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.job import prepare_job
 from dflash_nb.pipeline.train import train
@@ -120,7 +120,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded_or_written(made, tm
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(train_module, "load_targets", refuse)
+    monkeypatch.setattr(models, "load_targets", refuse)
     runs = tmp_path / "runs"
     changes = changes(made, tmp_path) if callable(changes) else changes
     values = {"dataset": made["dataset"], "target": made["target"], **changes}

@@ -144,6 +144,18 @@ class TokenDataset:
         (piece,), (row,) = self._place(np.array([i]))
         return self._ids[piece].row(row).astype(np.int32), self._masks[piece].row(row).astype(bool)
 
+    def prompts(self, order: np.ndarray, count: int, longest: int) -> list[list[int]]:
+        """The first ``count`` prompts in ``order``: the tokens before the first supervised one, rows with none or too many passed over."""
+        prompts = []
+        for row in order:
+            input_ids, loss_mask = self.row(int(row))
+            length = int(loss_mask.argmax())
+            if 1 <= length <= longest:
+                prompts.append(input_ids[:length].tolist())
+            if len(prompts) == count:
+                break
+        return prompts
+
     def collate(
         self,
         sample_ids: np.ndarray,

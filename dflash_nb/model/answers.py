@@ -31,8 +31,7 @@ from dflash_nb.data.writer import DatasetWriter, free_folder
 from dflash_nb.home import user_path, write_aside
 from dflash_nb.model.target import FrozenTarget
 from dflash_nb.model.target_info import read_target_info
-
-SECONDS_BETWEEN_LINES = 5.0
+from dflash_nb.progress import announced
 
 
 def write_answers(
@@ -75,7 +74,8 @@ def write_answers(
             f"Prepare it again with --tokenizer {info.name}."
         )
     train.check_vocabulary(info.vocab_size)
-    prompts = _prompts(train, info.max_positions - new_tokens, rows or len(train), seed)
+    drawn = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(train.n_supervised > 0))
+    prompts = train.prompts(drawn, rows or len(train), info.max_positions - new_tokens)
     if not prompts:
         raise DatasetError(
             f"{train.path}: no row has 1 to {info.max_positions - new_tokens:,} tokens before its first supervised one, "
@@ -84,24 +84,15 @@ def write_answers(
     print(f"{len(prompts):,} prompts of {train.path}, at most {new_tokens} tokens each by {info.name}", flush=True)
     loaded = FrozenTarget.load(info, (0,))
     generator = torch.Generator(loaded.device).manual_seed(seed)
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    prompts.sort(key=len)
+    batches = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    started, tokens = time.monotonic(), 0
     with write_aside(folder) as aside:
         with DatasetWriter(aside) as writer:
-            started = said = time.monotonic()
-            done = 0
-            for first in range(0, len(order), batch):
-                chosen = [prompts[i] for i in order[first : first + batch]]
+            for chosen in announced(batches, f"answering, batches of {batch}"):
                 answers = answer_together(loaded, chosen, new_tokens, temperature, generator)
                 writer.write("train", [_row(prompt, answer) for prompt, answer in zip(chosen, answers, strict=True)])
-                done += sum(map(len, answers))
-                now = time.monotonic()
-                if now - said > SECONDS_BETWEEN_LINES:
-                    said, share = now, (first + len(chosen)) / len(order)
-                    print(
-                        f"{first + len(chosen):,} of {len(order):,} answers, {done / (now - started):,.0f} tokens/s, "
-                        f"{(now - started) * (1 / share - 1):,.0f} s to go",
-                        flush=True,
-                    )
+                tokens += sum(map(len, answers))
             if find_source(source).has_heldout:
                 for chunk in _chunks(TokenDataset.open(source, "heldout")):
                     writer.write("heldout", chunk)
@@ -118,8 +109,8 @@ def write_answers(
             },
         }
         (aside / "dataset.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-    seconds = time.monotonic() - started
-    print(f"{len(order):,} answers, {done:,} tokens, {done / len(order):.0f} each, in {seconds:,.0f} s\nWritten to {folder}", flush=True)
+    count, seconds = len(prompts), time.monotonic() - started
+    print(f"{count:,} answers, {tokens:,} tokens, {tokens / count:.0f} each, in {seconds:,.0f} s\nWritten to {folder}", flush=True)
     return folder
 
 
@@ -163,19 +154,6 @@ def answer_together(
             alive = [alive[at] for at in keep]
         ids_BT = torch.tensor([[tokens[at]] for at in keep], device=target.device)
         position += 1
-
-
-def _prompts(dataset: TokenDataset, longest: int, count: int, seed: int) -> list[list[int]]:
-    """The tokens before the first supervised one, of the first ``count`` rows in a drawn order that have any and fit."""
-    prompts = []
-    for row in np.random.default_rng([seed, 1]).permutation(np.flatnonzero(dataset.n_supervised > 0)):
-        input_ids, loss_mask = dataset.row(int(row))
-        length = int(loss_mask.argmax())
-        if 1 <= length <= longest:
-            prompts.append(input_ids[:length].tolist())
-        if len(prompts) == count:
-            break
-    return prompts
 
 
 def _row(prompt: list[int], answer: list[int]) -> tuple[np.ndarray, np.ndarray]:

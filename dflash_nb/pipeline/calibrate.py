@@ -19,17 +19,14 @@ import numpy as np
 import torch
 
 from dflash_nb.data.dataset import TokenDataset
-from dflash_nb.model.drafter import DFlashDrafter
-from dflash_nb.model.initialise import scale_to_head
-from dflash_nb.model.objective import Objective
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, load_targets, target_pool
+from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, target_pool
 from dflash_nb.pipeline.measured import WARM_UP_STEPS, about, identity, report, to_measured
-from dflash_nb.pipeline.optimizer import make_optimizer
+from dflash_nb.pipeline.models import load_models
 from dflash_nb.pipeline.prefetch import Prefetcher
-from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
+from dflash_nb.pipeline.step import accumulate, finish_step
 from dflash_nb.pipeline.window import WAITING_BATCHES, Window
 from dflash_nb.planner.batches import PlannedBatch
 from dflash_nb.planner.cost import CostModel
@@ -116,21 +113,9 @@ class Bench:
             stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
             torch.set_num_threads(intra_op_threads(config.threads, len(job.placement.targets)))
             torch.manual_seed(config.seed)
-            kl = config.objective == "kl"
-            self.targets = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype, kl, self.packed)
-            self.head = self.targets[0].head(device)
-            self.settings = LossSettings(
-                objective=Objective(config.objective, gamma=config.slot_gamma),
-                anchors=config.anchors,
-                block_size=config.block_size,
-                seed=config.seed,
-                device=device,
-                autocast=self.targets[0].dtype == torch.bfloat16,
-            )
-            self.drafter = DFlashDrafter(job.drafter).to(device).train()
-            scale_to_head(self.drafter, self.head)
-            betas = (config.beta1, config.beta2)
-            self.optimizer = make_optimizer(self.drafter, config.optimizer, config.learning_rate, betas, config.weight_decay)
+            models = load_models(job, self.packed)
+            self.targets, self.head, self.settings = models.targets, models.head, models.settings
+            self.drafter, self.optimizer = models.drafter, models.optimizer
             self.pool = target_pool(self.targets, device)
             stack.callback(self.pool.close)
             self._stack = stack.pop_all()

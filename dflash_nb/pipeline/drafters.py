@@ -20,6 +20,7 @@ from dflash_nb.data.dataset import Batch
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.target import TargetHead
 from dflash_nb.pipeline.job import Job
+from dflash_nb.pipeline.models import optimizer_arguments
 from dflash_nb.pipeline.optimizer import DrafterOptimizer, make_optimizer, update
 from dflash_nb.pipeline.ray import Elsewhere, actor_resources, get, unpack
 from dflash_nb.pipeline.step import Accumulated, LossSettings, add, finish_step
@@ -67,15 +68,11 @@ class Drafters:
     def __init__(
         self, job: Job, drafter: DFlashDrafter, optimizer: DrafterOptimizer, head: TargetHead, settings: LossSettings, threads: int
     ) -> None:
-        config = job.config
-        self.count = config.workers[1]
+        self.count = job.config.workers[1]
         self._own = (drafter, head, settings)
         actor = ray.remote(Follower).options(max_restarts=0, max_task_retries=0, **actor_resources(settings.device, threads))
         self._followers = [actor.remote() for _ in range(1, self.count)]
-        facts = {
-            "drafter": job.drafter,
-            "optimizer": (config.optimizer, config.learning_rate, (config.beta1, config.beta2), config.weight_decay),
-        }
+        facts = {"drafter": job.drafter, "optimizer": optimizer_arguments(job.config)}
         state = {"weights": _on_cpu(drafter.state_dict()), "parts": [_on_cpu(part.state_dict()) for part in optimizer.parts]}
         shared_head, shared_state = ray.put(head.to("cpu")), ray.put(state)
         try:

@@ -41,7 +41,7 @@ def evaluate(
     order = heldout_order(heldout, settings.seed)
     result = _on_texts(target, drafter, head, heldout, order[:rows], settings, boundaries, token_budget)
     tau = None
-    if texts := heldout_prompts(heldout, order, prompts, min(LONGEST_PROMPT, target.info.max_positions - new_tokens)):
+    if texts := heldout.prompts(order, prompts, min(LONGEST_PROMPT, target.info.max_positions - new_tokens)):
         tau = measure_tau(target, drafter, texts, new_tokens, head=head)
     return {
         **result,
@@ -54,19 +54,6 @@ def evaluate(
 def heldout_order(heldout: TokenDataset, seed: int) -> np.ndarray:
     """The rows with something supervised, in the order in which evaluations take them."""
     return np.random.default_rng([seed, 0]).permutation(np.flatnonzero(heldout.n_supervised > 0))
-
-
-def heldout_prompts(heldout: TokenDataset, order: np.ndarray, count: int, longest: int) -> list[list[int]]:
-    """The first ``count`` prompts in ``order``: the tokens before the first supervised one, rows with none or too many passed over."""
-    prompts = []
-    for row in order:
-        input_ids, loss_mask = heldout.row(int(row))
-        prompt = input_ids[: int(loss_mask.argmax())]
-        if 1 <= len(prompt) <= longest:
-            prompts.append(prompt.tolist())
-        if len(prompts) == count:
-            break
-    return prompts
 
 
 def _on_texts(

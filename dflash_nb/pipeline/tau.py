@@ -22,11 +22,11 @@ from dflash_nb.model.decode import measure_tau
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.pipeline.checkpoint import WEIGHTS, CheckpointError, newest_checkpoint
 from dflash_nb.pipeline.config import saved_config
-from dflash_nb.pipeline.evaluate import LONGEST_PROMPT, heldout_order, heldout_prompts
+from dflash_nb.pipeline.evaluate import LONGEST_PROMPT, heldout_order
 from dflash_nb.pipeline.job import prepare_job
 from dflash_nb.pipeline.local import load_targets
+from dflash_nb.progress import announced
 
-SECONDS_BETWEEN_LINES = 5.0
 DRAWS = 2000
 
 
@@ -65,26 +65,23 @@ def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.
     drafter.load_state_dict(load_file(found[0] / WEIGHTS))
     drafter.to(job.placement.drafter)
     longest = min(LONGEST_PROMPT, job.info.max_positions - new_tokens)
-    texts = heldout_prompts(job.heldout, heldout_order(job.heldout, config.seed), prompts, longest)
+    texts = job.heldout.prompts(heldout_order(job.heldout, config.seed), prompts, longest)
     if not texts:
         raise ValueError(f"{config.dataset} has no held-out prompt of 1 to {longest} tokens; give fewer new tokens, or shorter prompts")
     print(f"{found[0]}: {len(texts):,} prompts, at most {new_tokens} tokens each", flush=True)
     head, started = target.head(job.placement.drafter), time.monotonic()
-    said, tokens, passes = started, [], []
-    for done, text in enumerate(texts, 1):
-        one = measure_tau(target, drafter, [text], new_tokens, temperature, seed=done, head=head)
-        tokens.append(one.tokens)
-        passes.append(one.passes)
-        if (now := time.monotonic()) - said > SECONDS_BETWEEN_LINES:
-            said = now
-            so_far, left = sum(tokens) / max(1, sum(passes)), (now - started) * (len(texts) / done - 1)
-            print(f"{done:,} of {len(texts):,} prompts, tau {so_far:.3f} so far, {left:,.0f} s to go", flush=True)
-    if not sum(passes):
+    done = [
+        measure_tau(target, drafter, [text], new_tokens, temperature, seed=seed, head=head)
+        for seed, text in enumerate(announced(texts, "decoding prompts"), 1)
+    ]
+    tokens, passes = (np.array([getattr(one, name) for one in done]) for name in ("tokens", "passes"))
+    if not passes.any():
         raise ValueError(f"each of {len(texts)} texts ended with its first token, so nothing was drafted: give more prompts")
     drawn = np.random.default_rng(0).integers(0, len(texts), (DRAWS, len(texts)))
-    taus = np.array(tokens)[drawn].sum(1) / np.maximum(np.array(passes)[drawn].sum(1), 1)
+    taus = tokens[drawn].sum(1) / np.maximum(passes[drawn].sum(1), 1)
     low, high = np.quantile(taus, (0.025, 0.975))
-    return MeasuredTau(sum(tokens) / sum(passes), float(low), float(high), len(texts), sum(passes), time.monotonic() - started)
+    mean, seconds = float(tokens.sum() / passes.sum()), time.monotonic() - started
+    return MeasuredTau(mean, float(low), float(high), len(texts), int(passes.sum()), seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

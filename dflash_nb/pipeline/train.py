@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 
-from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.export import export_drafter
-from dflash_nb.model.initialise import scale_to_head
-from dflash_nb.model.objective import Objective
 from dflash_nb.model.target_info import TargetError
 from dflash_nb.pipeline.checkpoint import CheckpointError, newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig
@@ -30,12 +27,12 @@ from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.interrupt import Hold, interruptible
 from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, load_targets, target_pool
-from dflash_nb.pipeline.optimizer import make_optimizer
+from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, target_pool
+from dflash_nb.pipeline.models import load_models
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.probe import memory_bytes, probe
 from dflash_nb.pipeline.runlog import RunError, RunLog, new_run_folder, read_run, readable
-from dflash_nb.pipeline.step import LossSettings, accumulate, finish_step
+from dflash_nb.pipeline.step import accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize
 from dflash_nb.pipeline.trackers import Tracker
 from dflash_nb.pipeline.window import WAITING_BATCHES, Pool, Window
@@ -180,23 +177,10 @@ class _Run:
 
     def prepare(self, start: tuple[Path, dict[str, Any]] | None) -> None:
         """Load the models, go to the checkpoint's step, start the workers, and evaluate the untrained drafter."""
-        job, config, device = self.job, self.config, self.job.placement.drafter
-        targets = load_targets(
-            job.info, job.drafter.target_layer_ids, job.placement, config.dtype, config.objective == "kl", config.strategy == "packed"
-        )
-        self.target, self.head = targets[0], targets[0].head(device)
-        self.settings = LossSettings(
-            objective=Objective(config.objective, gamma=config.slot_gamma),
-            anchors=config.anchors,
-            block_size=config.block_size,
-            seed=config.seed,
-            device=device,
-            autocast=self.target.dtype == torch.bfloat16,
-        )
-        self.drafter = DFlashDrafter(job.drafter).to(device).train()
-        scale_to_head(self.drafter, self.head)
-        betas = (config.beta1, config.beta2)
-        self.optimizer = make_optimizer(self.drafter, config.optimizer, config.learning_rate, betas, config.weight_decay)
+        job, config = self.job, self.config
+        models = load_models(job, packed=config.strategy == "packed")
+        targets, self.target, self.head, self.settings = models.targets, models.targets[0], models.head, models.settings
+        self.drafter, self.optimizer = models.drafter, models.optimizer
         if start is not None:
             self.checkpoint, state = start
             restore(self.checkpoint, self.drafter, self.optimizer)
