@@ -73,7 +73,7 @@ def test_both_models_optimise(reference):
 
 
 def test_time_is_an_objective_of_its_own(reference):
-    cost = CostModel(target=(0.5, 1e-5, 2e-8, 0), transfer=(0, 0))
+    cost = CostModel(target=(0.5, 1e-5, 2e-8, 0, 0), transfer=(0, 0))
     by_time = optimize_buckets(reference, 4, objective="time", cost=cost)
     by_padding = optimize_buckets(reference, 4)
     assert by_time.objective == "time" and by_time.boundaries != by_padding.boundaries
@@ -93,7 +93,7 @@ def test_no_split_has_a_faster_slowest_stage():
         lengths = np.sort(rng.choice(np.arange(1, 301), rng.integers(3, 10), replace=False))
         histogram = LengthHistogram.from_counts(lengths, rng.integers(1, 400, len(lengths)))
         drafter = (rng.uniform(0.01, 0.06), 0, 0, 1e-5, 1e-7)
-        cost = CostModel(target=(0.01, 1e-4, 1e-6, 0), drafter=drafter, slots_per_row=64, target_workers=2)
+        cost = CostModel(target=(0.01, 1e-4, 1e-6, 0, 0), drafter=drafter, slots_per_row=64, target_workers=2)
         plan = optimize_buckets(histogram, 3, 1000, 20, objective="time", cost=cost, grid=1)
         splits = [(0, *(lengths[list(inner)] + 1), lengths[-1] + 1) for inner in combinations(range(len(lengths) - 1), 2)]
         plans = [evaluate_buckets(histogram, split, 1000, 20) for split in splits]
@@ -110,7 +110,7 @@ def test_what_new_shapes_cost_is_part_of_the_fastest_cuts(pad_multiple):
     for _ in range(25):
         lengths = np.sort(rng.choice(np.arange(1, 301), rng.integers(4, 9), replace=False))
         histogram = LengthHistogram.from_counts(lengths, rng.integers(1, 400, len(lengths)))
-        cost = CostModel(target=(0.01, 1e-4, 1e-6, 0), drafter=(0, 0, 0, 0, 0), target_workers=1, shape=rng.choice([0.003, 0.1, 2.0]))
+        cost = CostModel(target=(0.01, 1e-4, 1e-6, 0, 0), drafter=(0, 0, 0, 0, 0), target_workers=1, shape=rng.choice([0.003, 0.1, 2.0]))
         limits = (1000, 20, pad_multiple)
         plan = optimize_buckets(histogram, 4, *limits, objective="time", cost=cost, grid=1)
         padded_ends = np.flatnonzero(np.diff(-(-lengths // pad_multiple)) > 0)  # a cut inside one padded length gains nothing

@@ -27,7 +27,7 @@ def test_more_cuts_pad_less_and_another_worker_helps_a_slow_target():
 
 
 def test_a_slow_drafter_gains_nothing_from_workers_and_a_constant_makes_large_batches_fast():
-    rows = table(CostModel(target=(0, 1e-6, 0, 0), drafter=(1.0, 0, 0, 0, 0), target_workers=1))
+    rows = table(CostModel(target=(0, 1e-6, 0, 0, 0), drafter=(1.0, 0, 0, 0, 0), target_workers=1))
     assert rows["topology 2-1"]["speed"] == pytest.approx(1, rel=0.01)
     assert rows["twice the token budget"]["speed"] > 1.2 > 0.8 > rows["half the token budget"]["speed"]
 

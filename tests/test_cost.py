@@ -13,9 +13,10 @@ from dflash_nb.planner.timeline import Pipeline, plan_timeline
 
 
 def test_terms_add_up_and_shapes_broadcast():
-    cost = CostModel(fetch=(1, 1, 1), target=(1, 2, 3, 4), transfer=(4, 5), drafter=(6, 7, 8, 9, 10), slots_per_row=10, target_workers=2)
+    cost = CostModel(fetch=(1, 1, 1), target=(1, 2, 3, 4, 5), transfer=(4, 5), drafter=(6, 7, 8, 9, 10), slots_per_row=10, target_workers=2)
     assert cost.fetch_seconds(2, 10) == 1 + 2 + 10
-    assert cost.target_seconds(2, 5) == 1 + 2 * 10 + 3 * 10 * 5 + 4 * 5
+    assert cost.target_seconds(2, 5) == 1 + 2 * 10 + 3 * 10 * 5 + 4 * 5 + 5 * 2
+    assert cost.target_seconds(2, 65) == 1 + 2 * 130 + 3 * 130 * 65 + 4 * 65 + 5 * 2 * 2
     assert cost.transfer_seconds(10) == 4 + 5 * 10
     assert cost.drafter_seconds(2, 10, 20, 100) == 6 + 7 * 2 + 8 * 10 + 9 * 20 + 10 * 100
     assert cost.batch_seconds(2, 5, "target") == (cost.target_seconds(2, 5) + cost.transfer_seconds(10)) / 2
@@ -56,7 +57,7 @@ def test_an_epoch_takes_what_its_slowest_stage_takes(slots_per_row):
 
 def test_a_packed_row_attends_inside_its_documents():
     lengths = np.array([100, 300, 500, 100])
-    cost = CostModel(target=(0, 0, 1, 0), target_workers=1, drafter=(0, 1, 0, 0, 0), transfer=(0, 0))
+    cost = CostModel(target=(0, 0, 1, 0, 0), target_workers=1, drafter=(0, 1, 0, 0, 0), transfer=(0, 0))
     plan = plan_epoch(lengths, "packed", token_budget=1000)
     assert cost.plan_batch_seconds(plan, lengths, "target") == pytest.approx([100**2 + 300**2 + 500**2 + 100**2])
     assert cost.plan_batch_seconds(plan, lengths, "drafter") == pytest.approx([4])
@@ -86,7 +87,7 @@ def test_each_shape_is_paid_for_once_and_an_optimiser_step_once_a_window():
     lengths = np.array([100] * 8 + [200] * 4)
     plan = plan_epoch(lengths, boundaries=[0, 150, 201], token_budget=400, window=2)
     assert len(plan) == 4 and distinct_shapes(plan) == 2
-    cost = CostModel(target=(0, 0, 0, 0), transfer=(0, 0), drafter=(0, 0, 0, 0, 0), target_workers=1, shape=5.0, step=7.0)
+    cost = CostModel(target=(0, 0, 0, 0, 0), transfer=(0, 0), drafter=(0, 0, 0, 0, 0), target_workers=1, shape=5.0, step=7.0)
     seconds = cost.plan_seconds(plan, lengths)
     assert seconds["target"] == 10 and seconds["drafter"] == 14
     assert plan_timeline(cost, plan, lengths, Pipeline(1)).seconds >= 14
@@ -106,10 +107,10 @@ def test_it_is_a_cost_for_cuts_by_time():
 
 
 def test_json_round_trip_and_refusals(tmp_path):
-    cost = CostModel(target=(0.1, 0.2, 0.3, 0.0), source="measured on a test", belongs_to={"target": "sample"})
+    cost = CostModel(target=(0.1, 0.2, 0.3, 0.0, 0), source="measured on a test", belongs_to={"target": "sample"})
     cost.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == cost
-    (tmp_path / "other.json").write_text('{"format": 2}')
+    (tmp_path / "other.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match=r"other\.json: not a cost model"):
         CostModel.load(tmp_path / "other.json")
     for wrong in ({"target": (1, 2)}, {"drafter": (1, 2, 3, 4, -1)}, {"step": -1}, {"memory": (1, 2, float("nan"))}, {"target_workers": 0}):

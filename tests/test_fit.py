@@ -8,7 +8,7 @@ from dflash_nb.planner.fit import Measured, fit_cost, fit_terms, held_out, large
 
 TRUE = CostModel(
     fetch=(1e-4, 2e-5, 1e-8),
-    target=(0.02, 1e-5, 3e-9, 4e-5),
+    target=(0.02, 1e-5, 3e-9, 4e-5, 2e-4),
     transfer=(1e-4, 1e-7),
     drafter=(0.01, 1e-3, 2e-6, 3e-5, 2e-8),
     source="true",
@@ -84,6 +84,30 @@ def test_errors_are_those_of_shapes_that_were_held_out():
     memory, seconds = (rows[:, None] == np.arange(1, 41)).astype(float), np.repeat(rng.uniform(1, 10, 40), 5)
     assert relative_errors(memory @ fit_terms(memory, seconds), seconds)["median"] < 1e-6
     assert relative_errors(held_out(memory, seconds, fold), seconds)["median"] == pytest.approx(1.0)
+
+
+def test_a_shape_counts_once_however_often_and_noisily_it_was_measured():
+    """Twenty shapes predicted exactly and one at half: noise of single batches is no error, nor is the odd shape's number of batches."""
+    rng = np.random.default_rng(0)
+    shape = np.concatenate([np.repeat(np.arange(20), 9), np.full(500, 20)])
+    seconds = np.exp(0.2 * rng.standard_normal(len(shape)))
+    for each in range(21):
+        seconds[shape == each] /= np.median(seconds[shape == each])
+    predicted = np.where(shape == 20, 0.5, 1.0)
+    assert relative_errors(predicted, seconds, shape)["median"] == pytest.approx(0, abs=1e-12)
+    assert relative_errors(predicted, seconds, shape)["p90"] == pytest.approx(0, abs=1e-12)
+    assert relative_errors(predicted, seconds)["median"] > 0.4
+
+
+def test_rows_of_recurrent_layers_cost_whole_chunks():
+    """32 rows of 27 tokens take what 32 rows of 64 take: without the term a fit misses some batches by a fifth."""
+    rows, padded = (each.ravel() for each in np.meshgrid([1, 2, 4, 8, 16, 32], [20, 27, 40, 64, 100, 128, 160, 250, 400, 1000]))
+    nothing = np.zeros(len(rows))
+    seconds = {"target": 0.01 + 1e-5 * rows * padded + 2e-3 * rows * np.ceil(padded / 64)}
+    measured = Measured(rows, rows * padded, padded, rows * padded, nothing, nothing, seconds)
+    terms, fold = measured.terms("target"), shape_folds(measured)
+    assert relative_errors(held_out(terms, seconds["target"], fold), seconds["target"])["p90"] < 1e-6
+    assert relative_errors(held_out(terms[:, :4], seconds["target"], fold), seconds["target"])["p90"] > 0.2
 
 
 def test_what_cannot_be_fitted_is_refused():

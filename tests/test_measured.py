@@ -12,7 +12,7 @@ from dflash_nb.pipeline.run import read_run
 from dflash_nb.pipeline.runlog import RunLog
 from dflash_nb.planner.cost import CostError, CostModel
 
-TRUE = CostModel(fetch=(1e-4, 1e-5, 0), target=(0.01, 1e-5, 1e-9, 0), transfer=(1e-4, 1e-8), drafter=(0.02, 1e-3, 0, 3e-5, 1e-8))
+TRUE = CostModel(fetch=(1e-4, 1e-5, 0), target=(0.01, 1e-5, 1e-9, 0, 1e-4), transfer=(1e-4, 1e-8), drafter=(0.02, 1e-3, 0, 3e-5, 1e-8))
 ENVIRONMENT = {"target": {"name": "sample", "num_layers": 8, "hidden_size": 128}, "devices": {"targets": ["cpu"], "drafter": "cpu"}}
 
 

