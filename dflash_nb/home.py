@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dflash_nb.errors import DiskError, full_disk
+
 PACKAGE = Path(__file__).resolve().parent
 
 
@@ -47,15 +49,17 @@ def user_path(text: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def write_aside(path: Path) -> Iterator[Path]:
+def write_aside(path: Path, then: str = "run it again") -> Iterator[Path]:
     """Yield a sibling of ``path`` to write to (a file or a folder) and rename it over ``path`` when the block succeeds.
 
-    A reader sees the old content or the whole new one, never a half. An existing *folder* at ``path`` is replaced.
+    A reader sees the old content or the whole new one, never a half. An existing *folder* at ``path`` is replaced. On a full disk
+    DiskError is raised; ``then`` is what to do once there is room.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.aside")
     try:
-        yield aside
+        with room_for(path, then):
+            yield aside
         if aside.is_dir() and path.is_dir():
             replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.replaced")
             path.replace(replaced)
@@ -68,3 +72,16 @@ def write_aside(path: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def room_for(path: Path, then: str) -> Iterator[None]:
+    """Turn whatever a full disk raises inside into DiskError, which names ``path`` and says to make room and ``then`` what."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except Exception as error:
+        if reason := full_disk(error):
+            raise DiskError(f"{path} cannot be written: {reason}. Make room there, then {then}") from error
+        raise

@@ -7,6 +7,7 @@ that no sentence needs any more fails.
 """
 
 import ast
+import logging
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from dflash_nb.data.lengths import LengthError
 from dflash_nb.data.source import DatasetError
-from dflash_nb.errors import NotFoundError
+from dflash_nb.errors import DiskError, NotFoundError, quiet_end
 from dflash_nb.model.target_info import TargetError
 from dflash_nb.pipeline.checkpoint import CheckpointError
 from dflash_nb.pipeline.parameters import ParameterError
@@ -45,7 +46,6 @@ EXCEPTIONS: dict[str, str] = {
     "{}: {}: {}": "as above: a checkpoint's file that cannot be read",
     "the gradient's norm is {}": "step.py adds the loss, the samples and how to resume",
     "not a bucket plan": "BucketPlan.load puts the file before it and what to do after it",
-    "not a cost model": "CostModel.load puts the file before it",
     "{}: {}": "CostModel.load: the file and the sentence of from_json",
     "token id {}, {}": "both reasons put in end with what to do",
     # Joined from sentences that are in the list themselves.
@@ -140,13 +140,27 @@ def test_the_rule_itself(sentence, missing):
 
 @pytest.mark.parametrize(
     "error",
-    [BucketError, CheckpointError, CostError, DatasetError, LengthError, NotFoundError, ParameterError, PlanError, RunError, TargetError],
+    [
+        *(BucketError, CheckpointError, CostError, DatasetError, DiskError, LengthError),
+        *(NotFoundError, ParameterError, PlanError, RunError, TargetError),
+    ],
 )
 def test_a_notebook_shows_the_sentence_alone(error, capsys):
     shell = InteractiveShell.instance()
     shell.user_ns["error"] = error("data: row 3 is empty. Drop it.")
     shell.run_cell("raise error")
     assert capsys.readouterr().out.strip() == f"{error.__name__}: data: row 3 is empty. Drop it."
+
+
+def test_a_kernel_that_papermill_ends_reports_no_error(caplog):
+    """The interrupt that ends a kernel may meet it while it answers; tests/test_kernel.py interrupts a cell for real."""
+    quiet_end()
+    quiet_end()
+    logger = logging.getLogger("IPKernelApp")
+    logger.error("KeyboardInterrupt caught in kernel.")
+    logger.error("Exception in message handler:")
+    assert [record.getMessage() for record in caplog.records] == ["Exception in message handler:"]
+    assert len(logger.filters) == 1
 
 
 def test_sentences_are_found():

@@ -272,8 +272,48 @@ def test_a_named_folder_may_hold_a_notebook_but_no_run(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "03_train.ipynb").write_text("{}")
     folder = new_run_folder(tmp_path, "mine")
-    RunLog.create(folder, {}).close()
+    with RunLog.create(folder, {}) as log:
+        log.step(record(1))
     with pytest.raises(RunError, match="-p resume"):
         new_run_folder(tmp_path, "mine")
     with pytest.raises(RunError, match="-p resume"):
         RunLog.create(folder, {})
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_run_that_never_began_leaves_nothing(tmp_path, error, capsys):
+    folder = new_run_folder(tmp_path, "mine")
+    (folder / "out.ipynb").touch()
+    with pytest.raises(error), RunLog.create(folder, {}) as log:
+        log.write("plan", {})
+        log.finish("failed")
+        raise error
+    assert [path.name for path in folder.iterdir()] == ["out.ipynb"] and "no step was made" in capsys.readouterr().out
+    (folder / "out.ipynb").unlink()
+    with pytest.raises(error), RunLog.create(new_run_folder(tmp_path, "mine"), {}):
+        raise error
+    assert not folder.exists()
+
+
+def test_a_run_that_began_stays_when_it_fails(tmp_path):
+    with pytest.raises(ValueError), RunLog.create(tmp_path, {}) as log:
+        log.step(record(1))
+        raise ValueError
+    with pytest.raises(ValueError), RunLog.open_for_resume(tmp_path, 0):
+        raise ValueError
+    assert (tmp_path / "config.json").is_file()
+
+
+def test_the_name_of_a_run_killed_before_its_first_step_is_free_again(tmp_path):
+    folder = new_run_folder(tmp_path, "mine")
+    with RunLog.create(folder, {}) as log:
+        log.write("plan", {})
+        with pytest.raises(RunError, match="already holds a run"):
+            new_run_folder(tmp_path, "mine")
+    (folder / "out.ipynb").touch()
+    assert new_run_folder(tmp_path, "mine") == folder
+    assert [path.name for path in folder.iterdir()] == ["out.ipynb"]
+    (folder / "checkpoints").mkdir()
+    (folder / "config.json").touch()
+    with pytest.raises(RunError, match="already holds a run"):
+        new_run_folder(tmp_path, "mine")

@@ -41,7 +41,7 @@ def export_drafter(drafter: DFlashDrafter, info: TargetInfo, folder: str | Path,
             "Name the target that it was trained for."
         )
     tensors = {name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous() for name, tensor in drafter.state_dict().items()}
-    with write_aside(folder) as aside:
+    with write_aside(folder, "export again (a run does so with -p resume)") as aside:
         aside.mkdir()
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         text = json.dumps(checkpoint_config(config, info, next(iter(tensors.values())).dtype), indent=2)

@@ -20,10 +20,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash_nb.errors import PlainError
+from dflash_nb.errors import DiskError, PlainError
 from dflash_nb.home import write_aside
 from dflash_nb.pipeline.optimizer import DrafterOptimizer
 
+RESUME = "continue with -p resume"
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
 
 
@@ -41,7 +42,7 @@ def write_checkpoint(
     path = folder / f"step-{step}"
     try:
         _remove_leftovers(folder)
-        with write_aside(path) as aside:
+        with write_aside(path, RESUME) as aside:
             aside.mkdir()
             save_file({name: value.detach().contiguous() for name, value in module.state_dict().items()}, aside / WEIGHTS)
             torch.save({"moments": _moments(module, optimizer), "random": _random_states()}, aside / OPTIMIZER)
@@ -54,9 +55,11 @@ def write_checkpoint(
                 _sync(aside / name)
             _sync(aside)
         _sync(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors for a full disk
+    except DiskError as error:
+        raise CheckpointError(str(error)) from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch does not say why it could not write
         raise CheckpointError(
-            f"the checkpoint {path} cannot be written: {type(error).__name__}: {error}. Make room there, then continue with -p resume"
+            f"{path} cannot be written: {type(error).__name__}: {error}. Make room there, or set runs_dir to another disk, then {RESUME}"
         ) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)

@@ -35,11 +35,14 @@ STATUSES = frozenset({"finished", "interrupted", "failed"})
 def new_run_folder(runs: Path, name: str = "", dataset: str = "", strategy: str = "") -> Path:
     """Make ``runs/name`` for this process alone; without a name, date, dataset and strategy, with -2, -3 where that is taken.
 
-    A named folder may be there already as long as no run is in it (papermill puts its output notebook there first).
+    A named folder may be there already as long as no run is in it (papermill puts its output notebook there first); what a run left that
+    was killed before its first step is cleared away.
     Raises RunError for a folder that holds a run.
     """
     if name:
         folder = runs / name
+        if _never_began(folder):
+            _clear(folder)
         _made(folder, exist_ok=True)
         if (folder / "config.json").exists() or (folder / "steps.jsonl").exists():
             raise RunError(f"run_name: {folder} already holds a run; continue it with -p resume {folder}, or choose another name")
@@ -80,8 +83,10 @@ def readable(path: Path) -> dict[str, Any] | None:
 class RunLog:
     """The open log of one run. Made by ``create`` or ``open_for_resume``, which take the folder's lock; ``close`` gives it back."""
 
-    def __init__(self, folder: Path, descriptor: int, elapsed: float = 0.0, step: int = 0) -> None:
+    def __init__(self, folder: Path, descriptor: int, elapsed: float = 0.0, step: int = 0, new: bool = False) -> None:
         self.folder = folder
+        self._new = new
+        self._resume = f"continue with -p resume {folder}"
         self._lock = descriptor
         self._steps = _append(folder / "steps.jsonl")
         self._events = _append(folder / "events.jsonl")
@@ -97,12 +102,12 @@ class RunLog:
         """
         descriptor = _locked(folder)
         try:
-            with (folder / "config.json").open("x", encoding="utf-8") as file:
+            with home.room_for(folder, "run it again"), (folder / "config.json").open("x", encoding="utf-8") as file:
                 json.dump(asdict(config) if is_dataclass(config) else dict(config), file, indent=2)
         except FileExistsError:
             os.close(descriptor)
             raise RunError(f"{folder} already holds a run; continue it with -p resume {folder}, or choose another folder") from None
-        log = cls(folder, descriptor)
+        log = cls(folder, descriptor, new=True)
         log.write("environment", {**describe_environment(), **(environment or {})})
         log.event("start")
         return log
@@ -135,7 +140,7 @@ class RunLog:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write ``<name>.json`` (environment, plan, buckets) whole or not at all."""
-        with home.write_aside(self.folder / f"{name}.json") as aside:
+        with home.write_aside(self.folder / f"{name}.json", self._resume) as aside:
             aside.write_text(json.dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
 
     def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +158,8 @@ class RunLog:
         full = {"time": time.time(), "elapsed": time.perf_counter() - self._started, **record, "finite": finite}
         line = _typed(full, STEP_FIELDS)
         line["batches"] = [_typed(batch, BATCH_FIELDS) for batch in record["batches"]]
-        _write_line(self._steps, line)
+        with home.room_for(self.folder / "steps.jsonl", self._resume):
+            _write_line(self._steps, line)
         self._step = line["step"]
         return line
 
@@ -161,7 +167,9 @@ class RunLog:
         """Append one event; ``step`` is the last written step unless given."""
         if kind not in EVENT_KINDS:
             raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(sorted(EVENT_KINDS))}")
-        _write_line(self._events, _plain({"time": time.time(), "step": self._step if step is None else step, "kind": kind, **details}))
+        line = _plain({"time": time.time(), "step": self._step if step is None else step, "kind": kind, **details})
+        with home.room_for(self.folder / "events.jsonl", self._resume):
+            _write_line(self._events, line)
         if kind == "checkpoint":
             os.fsync(self._steps)
             os.fsync(self._events)
@@ -176,10 +184,7 @@ class RunLog:
     def discard(self) -> None:
         """Remove what was written of a run that never began, so that its name is free; other files in the folder stay."""
         self.close()
-        for name in (*(f"{name}.json" for name in WRITTEN), "steps.jsonl", "events.jsonl", lock.NAME):
-            (self.folder / name).unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        _clear(self.folder)
 
     def close(self) -> None:
         """Give the folder back. Can be called twice."""
@@ -191,8 +196,26 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """An error or an interrupt before the first step of a new run leaves nothing: there is nothing to continue."""
+        if kind is not None and self._new and self._step == 0 and self._lock >= 0:
+            self.discard()
+            print(f"no step was made, so nothing is left in {self.folder}", flush=True)
         self.close()
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether the run in ``folder`` was killed before its first step: no process holds it, and there is no step and no checkpoint."""
+    steps = folder / "steps.jsonl"
+    empty = not steps.exists() or steps.stat().st_size == 0
+    return (folder / "config.json").exists() and empty and not (folder / "checkpoints").exists() and not lock.is_locked(folder)
+
+
+def _clear(folder: Path) -> None:
+    for name in (*(f"{name}.json" for name in WRITTEN), "steps.jsonl", "events.jsonl", lock.NAME):
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _locked(folder: Path) -> int:

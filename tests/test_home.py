@@ -1,0 +1,110 @@
+"""Files are written whole or not at all, and a full disk is one sentence that names the file and says what to do.
+
+The disk is full for real: a process that may write files of some kilobytes only (RLIMIT_FSIZE), and ``/dev/full``.
+
+Run alone: python -m pytest tests/test_home.py
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_nb.errors import DiskError, full_disk
+from dflash_nb.home import room_for, write_aside
+
+TESTS = Path(__file__).parent
+LIMITED = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+place = Path(sys.argv[1])
+{before}
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    {write}
+except OSError as error:
+    print(type(error).__name__, error)
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+RUN = "from runs import Recipe, records\nfrom dflash_nb.pipeline.runlog import RunLog\nlog = RunLog.create(place, {'seed': 1})"
+PLAN = (
+    "import numpy as np\nfrom dflash_nb.data.lengths import LengthHistogram\nfrom dflash_nb.planner.buckets import optimize_buckets\n"
+    "plan = optimize_buckets(LengthHistogram.from_lengths(np.arange(1, 4000)), 60)"
+)
+EXPORT = (
+    "from tiny_targets import save_target\nfrom dflash_nb.model.drafter import DFlashDrafter, DrafterConfig\n"
+    "from dflash_nb.model.export import export_drafter\nfrom dflash_nb.model.target_info import read_target_info\n"
+    "info = read_target_info(str(save_target(place / 'target', 'llama')))\n"
+    "drafter = DFlashDrafter(DrafterConfig.for_target(info, num_layers=1, block_size=4, target_layer_ids=(1, 3)))"
+)
+ROWS = (
+    "import numpy as np\nfrom dflash_nb.data.writer import DatasetWriter\nfrom dflash_nb.home import write_aside\n"
+    "row = np.ones(9000, np.int32)"
+)
+TRAIN = (
+    "from tiny_runs import save_target, tiny_config, write_dataset\nfrom dflash_nb.pipeline.train import train\n"
+    "made = write_dataset(place / 'data'), save_target(place / 'target', 'llama')"
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "before", "write", "file", "then"),
+    [
+        (4000, RUN, "for line in records(Recipe(steps=20)): log.step(line)", "steps.jsonl", "continue with -p resume"),
+        (4000, RUN, "for _ in range(99): log.event('warning', text='a' * 99)", "events.jsonl", "continue with -p resume"),
+        (4000, RUN, "log.finish('finished', text='a' * 9999)", "summary.json", "continue with -p resume"),
+        (4000, PLAN, "plan.save(place / 'buckets.json')", "buckets.json", "run it again"),
+        (9000, EXPORT, "export_drafter(drafter, info, place / 'export')", "export", "export again (a run does so with -p resume)"),
+        (
+            9000,
+            ROWS,
+            "\n    with write_aside(place / 'chats') as aside, DatasetWriter(aside) as file: file.write('train', [(row, row)])",
+            "chats",
+            "run it again",
+        ),
+        (
+            20_000,
+            TRAIN,
+            "train(tiny_config(*made, place / 'runs', checkpoint_every=0, run_name='r'))",
+            "steps.jsonl",
+            "continue with -p resume",
+        ),
+    ],
+    ids=["steps", "events", "summary", "buckets", "export", "dataset", "a whole run"],
+)
+def test_a_full_disk_is_a_sentence(tmp_path, limit, before, write, file, then):
+    code = LIMITED.format(tests=str(TESTS), before=before, limit=limit, write=write)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    said = done.stdout.strip().splitlines()[-1]
+    assert f"{file} cannot be written: File too large. Make room there, then {then}" in said, done.stderr[-2000:]
+    assert said.startswith(f"DiskError {tmp_path}")
+    assert not list(tmp_path.rglob("*.aside"))
+
+
+def test_a_device_that_is_full():
+    full = Path("/dev/full")
+    sentence = r"/dev/full cannot be written: No space left on device\. Make room there, then go on"
+    with pytest.raises(DiskError, match=sentence), room_for(full, "go on"), full.open("w") as file:
+        file.write("a")
+
+
+def test_other_errors_are_left_alone(tmp_path):
+    with pytest.raises(ZeroDivisionError), write_aside(tmp_path / "a") as aside:
+        aside.write_text(str(1 / 0))
+    with pytest.raises(FileNotFoundError), write_aside(tmp_path / "a") as aside:
+        (tmp_path / "missing" / "b").read_text()
+    assert not full_disk(ValueError("too large a number")) and full_disk(RuntimeError("IoError: (os error 28)"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_and_a_folder_are_replaced_whole(tmp_path):
+    for text in ("old", "new"):
+        with write_aside(tmp_path / "file") as aside:
+            aside.write_text(text)
+        with write_aside(tmp_path / "folder") as aside:
+            aside.mkdir()
+            (aside / text).write_text(text)
+    assert (tmp_path / "file").read_text() == "new" and [each.name for each in (tmp_path / "folder").iterdir()] == ["new"]
