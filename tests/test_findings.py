@@ -11,6 +11,6 @@ FEW = ("random", "killed and resumed", "frozen drafter", "a weight is NaN")
 @pytest.mark.parametrize("case", [case for case in sample_cases(1) if any(name in case.name for name in FEW)], ids=lambda case: case.name)
 def test_real_runs(case, tmp_path):
     found = diagnose(case.write(tmp_path / "run"))
-    assert (found.verdict == "HEALTHY") == case.healthy, found.report()
+    assert found.alarm != case.healthy, found.report()
     if case.kind != "healthy":
         assert found.main.kind == case.kind

@@ -10,7 +10,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from dflash_nb.analysis.compare import Comparison
-from dflash_nb.analysis.diagnose import Diagnosis
+from dflash_nb.analysis.diagnose import EARLY, Diagnosis
 from dflash_nb.analysis.findings.learning import falls_by_group, slot_profile
 from dflash_nb.analysis.findings.spikes import Spikes, find_spikes, spike_rates
 from dflash_nb.analysis.running import median_of
@@ -50,7 +50,7 @@ def curve(diagnosis: Diagnosis) -> Plot:
     first, last = _ends(parts.trend_N)
     finding = f"{diagnosis.verdict}: adjusted loss {first:.2f} → {last:.2f} over {len(log):,} steps"
     finding += (
-        f", {len(spikes)} spike{'' if len(spikes) == 1 else 's'} against the own baseline" if len(log) >= 30 else ", too few to judge"
+        f", {len(spikes)} spike{'' if len(spikes) == 1 else 's'} against the own baseline" if len(log) >= EARLY else ", too few to judge"
     )
     return finish(
         figure, finding, f"line: adjusted loss (mix of lengths taken off), band ± {BAND} robust sd; dotted: resume. {_note(diagnosis)}"
