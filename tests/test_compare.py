@@ -65,9 +65,12 @@ def test_settings_that_differ_are_listed_and_harmless_ones_are_not(tmp_path):
 def test_runs_of_different_kinds_are_called_so(tmp_path):
     one = log_of(tmp_path, "one", BASE)
     two = log_of(tmp_path, "two", replace(BASE, seed=1, block_size=16, config={"objective": "kl"}))
-    assert compare([one, two]).finding.startswith(
-        "These losses are not one quantity, block_size and objective differ: compare their shapes"
+    found = compare([one, two])
+    assert found.finding == (
+        "These 2 losses are not one quantity, block_size and objective differ: no gap is given, compare the shapes only"
     )
+    assert [set(row) & {"at equal steps", "at equal tokens", "error"} for row in found.rows] == [set(), set()]
+    assert [row["run"] for row in found.rows] == ["one", "two"] and len(found.lines) == 2
 
 
 def test_a_run_beside_an_export_of_another(tmp_path):
@@ -75,6 +78,8 @@ def test_a_run_beside_an_export_of_another(tmp_path):
     found = compare_with(log_of(tmp_path, "mine", BASE), [str(export)])
     assert [line.name for line in found.lines] == ["mine", "export.csv"]
     assert found.tokens_word == "steps (a log counts no tokens)" and "mine" in found.finding
+    assert found.finding.endswith("whether block_size, dataset, gamma, objective and target agree is not in every log")
+    assert "at equal steps" in found.rows[0]
 
 
 def test_alone_twice_and_with_an_empty_one(tmp_path):

@@ -3,7 +3,8 @@
 Runs with different batches can only be compared with the mix of lengths taken off. So the same ranges of lengths are laid over all of
 them, and each curve is the loss that the run would have had with the mix of all runs together. A run whose lengths come in order cannot
 tell level from trend; it takes the levels of the first run that can, at the same steps. A step of one run is not a step of another, so
-the fairer axis is supervised tokens seen.
+the fairer axis is supervised tokens seen. Where objective, block size, target or dataset differ the losses are no one quantity, and then
+no gap between them is given.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ NO_BEARING = frozenset(
         "checkpoint_every", "checkpoint_minutes", "keep_checkpoints",
     )
 )  # fmt: skip
+NOT_IN_LOG = "not in the log"
+ONE_QUANTITY = ("at equal steps", "at equal tokens", "error")  # columns that mean nothing beside another quantity
 OTHER_LOSS = ("objective", "gamma", "block_size", "target", "dataset")  # settings under which two losses are not one quantity
 
 
@@ -72,15 +75,18 @@ def compare(logs: Sequence[Log]) -> Comparison:
     ordered = [finding is not None and finding.data["ordered"] for finding in static]
     lines = _lines(logs, names, word, ordered)
     differs = differing_settings(logs, names)
-    rows, sentence = _at_equals(lines, word)
+    other, unknown = _other_losses(differs, names)
+    rows, sentence = _at_equals(lines, word, bool(other))
     if lines and all(ordered):
         sentence += "; lengths come in order in all of them, so their mix cannot be taken off"
     smooth = [name for name, finding in zip(names, static, strict=True) if finding is not None]
     if smooth and len(lines) > 1:
         sentence += f"; {listed(smooth)} {'is' if len(smooth) == 1 else 'are'} smooth by composition"
-    other = [row["setting"] for row in differs if row["setting"] in OTHER_LOSS]
     if other and len(lines) > 1:
-        sentence = f"These losses are not one quantity, {listed(other)} differ: compare their shapes only. {sentence}"
+        differ = f"{listed(other)} {'differs' if len(other) == 1 else 'differ'}"
+        sentence = f"These {len(lines)} losses are not one quantity, {differ}: no gap is given, compare the shapes only{sentence}"
+    elif unknown and len(lines) > 1:
+        sentence += f"; whether {listed(unknown)} agree is not in every log"
     note = f"without a loss: {listed([log.run.folder.name for log in empty])}. " if empty else ""
     return Comparison(tuple(lines), sentence, f"{note}adjusted to the common mix of lengths", word, differs, rows)
 
@@ -90,10 +96,20 @@ def differing_settings(logs: Sequence[Log], names: Sequence[str]) -> list[dict[s
     keys = sorted({key for log in logs for key in log.run.config} - NO_BEARING)
     rows = []
     for key in keys:
-        values = [str(log.run.config.get(key, "not in the log")) for log in logs]
+        values = [str(log.run.config.get(key, NOT_IN_LOG)) for log in logs]
         if len(set(values)) > 1:
             rows.append({"setting": key, **dict(zip(names, values, strict=True))})
     return rows
+
+
+def _other_losses(differs: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings by which the losses are known to be different quantities, and those of which a log does not say."""
+    other, unknown = [], []
+    for row in differs:
+        if row["setting"] in OTHER_LOSS:
+            known = {row[name] for name in names} - {NOT_IN_LOG}
+            (other if len(known) > 1 else unknown).append(row["setting"])
+    return other, unknown
 
 
 def _names(logs: Sequence[Log]) -> list[str]:
@@ -179,18 +195,21 @@ def _level(log: Log, parts: Parts, group: int, steps: np.ndarray) -> np.ndarray:
     return np.interp(steps, known, parts.level_M[mine]) if len(mine) else np.full(len(steps), np.nan)
 
 
-def _at_equals(lines: Sequence[Line], word: str) -> tuple[list[dict[str, Any]], str]:
+def _at_equals(lines: Sequence[Line], word: str, apart: bool) -> tuple[list[dict[str, Any]], str]:
+    """Rows of the table and what they say; without losses where these are known to be ``apart``."""
     if len(lines) < 2:
         one = f"{lines[0].name}, {lines[0].step[-1]:,} steps, stands alone" if lines else "0 runs with a loss"
         return _rows(lines, None, None), f"{one}: name other runs with compare to see them on one axis"
     step, tokens = min(line.step[-1] for line in lines), min(line.tokens[-1] for line in lines)
     rows = _rows(lines, step, tokens)
+    if apart:
+        return [{name: value for name, value in row.items() if name not in ONE_QUANTITY} for row in rows], ""
     best, other = sorted(rows, key=lambda row: row["at equal tokens"])[:2]
     gap = other["at equal tokens"] - best["at equal tokens"]
     noise = 2 * float(np.hypot(best["error"], other["error"]))
-    apart = f"{best['run']} is {gap:.3f} lower than {other['run']}" if gap > noise else f"{best['run']} and {other['run']} are not apart"
+    lead = f"{best['run']} is {gap:.3f} lower than {other['run']}" if gap > noise else f"{best['run']} and {other['run']} are not apart"
     steps = other["at equal steps"] - best["at equal steps"]
-    return rows, f"At {tokens:,.0f} {word} {apart} (noise {noise:.3f}); at step {step:,} by {steps:+.3f}"
+    return rows, f"At {tokens:,.0f} {word} {lead} (noise {noise:.3f}); at step {step:,} by {steps:+.3f}"
 
 
 def _rows(lines: Sequence[Line], step: float | None, tokens: float | None) -> list[dict[str, Any]]:
