@@ -1,6 +1,7 @@
 """pytest tests/test_bucket_plan.py"""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,3 +59,15 @@ def test_mates_of_a_single_batch_always_meet_again_and_a_lone_sample_has_none():
     assert again([5, 6, 7]) == 1.0
     assert again([5]) == 0.0
     assert again([40_000, 40_001]) == 0.0
+
+
+def test_a_plan_says_what_it_was_made_for_and_what_is_unlike(tmp_path):
+    plan = replace(
+        optimize_buckets(LengthHistogram.from_lengths(np.arange(1, 2000)), 3), made_for={"dataset": "sample", "column": "seq_len"}
+    )
+    loaded = BucketPlan.load(plan.save(tmp_path / "buckets.json"))
+    assert loaded == plan and json.loads((tmp_path / "buckets.json").read_text())["made_for"]["dataset"] == "sample"
+    assert loaded.unlike(dataset="sample", token_budget=49152) == []
+    assert loaded.unlike(dataset="mine", token_budget=8192) == ["dataset sample, not mine", "token_budget 49152, not 8192"]
+    older = {name: value for name, value in plan.to_json().items() if name != "made_for"}
+    assert BucketPlan.from_json(older).unlike(dataset="mine") == ["dataset unknown, not mine"]

@@ -13,6 +13,7 @@ import pytest
 from papermill.inspection import inspect_notebook
 
 from dflash_nb import home
+from dflash_nb.data.lengths import read_histogram
 from dflash_nb.pipeline.config import (
     HARMLESS,
     BucketsConfig,
@@ -24,6 +25,8 @@ from dflash_nb.pipeline.config import (
 )
 from dflash_nb.pipeline.parameters import ParameterError
 from dflash_nb.pipeline.runlog import RunLog
+from dflash_nb.planner.buckets import optimize_buckets
+from dflash_nb.planner.limits import BucketError
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 CONFIGS = {
@@ -82,6 +85,11 @@ def test_defaults_are_themselves_valid_and_survive_json(cls):
         ({"block_size": 1}, "at least 2"),
         ({"beta2": 1.0}, "below 1"),
         ({"buckets": 512.5, "strategy": "bucket"}, "did you mean 'bucketed'"),
+        ({"buckets": "1024,512"}, "buckets: edges must increase"),
+        ({"buckets": "-5,512"}, "buckets: edges must increase and be 0 or above"),
+        ({"buckets": "auto:0"}, "buckets: 'auto:0' needs a whole number"),
+        ({"buckets": "otto"}, "Did you mean auto?"),
+        ({"buckets": "no/buckets.json"}, "no/buckets.json does not exist"),
     ],
 )
 def test_refused(given, say):
@@ -176,3 +184,51 @@ def test_newest_run_is_diagnosed_unless_one_is_named(tmp_path, monkeypatch):
         path.touch()
         os.utime(path, (when, when))
     assert DiagnoseConfig().run.name == "new" and DiagnoseConfig(run_dir="x").run == Path("x").absolute()
+
+
+@pytest.mark.parametrize("cls", [LengthsConfig, BucketsConfig, PaddingConfig, TrainConfig])
+def test_an_empty_dataset_is_refused(cls):
+    with pytest.raises(ParameterError, match="dataset: '' was given, needed"):
+        cls.from_notebook({"dataset": ""})
+
+
+def test_edges_beyond_the_longest_sample_are_refused_with_what_will_be_used():
+    longest = read_histogram("sample").max
+    with pytest.raises(BucketError, match=rf"buckets: no sample is as long as 9,000, the longest has {longest:,} tokens"):
+        TrainConfig(buckets="9000").describe()
+    with pytest.raises(BucketError, match=r"no sample is as long as 2,000"):
+        TrainConfig(buckets="2000", max_length=1000, too_long="truncate").describe()
+    assert "buckets '512,9000'" in TrainConfig(buckets="512,9000").describe()
+
+
+def test_cuts_of_another_dataset_or_budget_are_named(tmp_path):
+    here = BucketsConfig(save_to=str(tmp_path / "buckets.json"))
+    plan = optimize_buckets(read_histogram("sample"), 4, **here.limits)
+    dataclasses.replace(plan, made_for=here.made_for).save(here.writes)
+    fits = TrainConfig(buckets=str(here.writes))
+    assert "beware" not in fits.describe() and "beware" not in PaddingConfig(buckets=str(here.writes)).describe()
+    other = " ".join(TrainConfig(buckets=str(here.writes), dataset=str(tmp_path), token_budget=4096).describe().split())
+    assert f"beware {here.writes} was made for dataset sample, not {tmp_path}; token_budget 8192, not 4096." in other
+    assert "column seq_len, not n_tokens" in PaddingConfig(buckets=str(here.writes), column="n_tokens").describe()
+    assert other.endswith("or go on if that is meant") or "or go on if that is meant versions" in other
+
+
+def test_a_resumed_run_takes_its_own_copy_of_the_cuts(tmp_path):
+    plan = optimize_buckets(read_histogram("sample"), 4)
+    config = TrainConfig(buckets=str(plan.save(tmp_path / "buckets.json")), runs_dir=str(tmp_path))
+    (tmp_path / "run").mkdir()
+    with RunLog.create(tmp_path / "run", config) as log:
+        log.write("buckets", plan.to_json())
+    (tmp_path / "buckets.json").unlink()
+    resumed = TrainConfig.from_notebook({"resume": str(tmp_path / "run")})
+    assert resumed.buckets == str(tmp_path / "run" / "buckets.json") and "beware" not in resumed.describe()
+
+
+def test_looking_at_a_run_shows_its_own_settings_and_no_defaults(started):
+    folder, _ = started
+    text = TrainConfig.from_notebook({"watch": str(folder), "anchors": 8}).describe()
+    assert "its own" in text and "epochs 3" in text and "defaults" not in text and "q_hs_mb" not in text
+    assert re.search(r"ignored +anchors 8: a run that is only looked at has its own settings", text)
+    bare = folder.parent / "elsewhere"
+    bare.mkdir()
+    assert "its own" not in TrainConfig(watch=str(bare)).describe()

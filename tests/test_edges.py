@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_nb.data.lengths import LengthHistogram
-from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, full_boundaries
+from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, check_reach, full_boundaries
 from dflash_nb.planner.limits import BucketError
 
 
@@ -55,3 +55,11 @@ def test_edges_increase(edges):
 def test_edges_are_whole_numbers():
     with pytest.raises(BucketError, match="whole numbers"):
         full_boundaries([512.5], LengthHistogram.from_lengths(np.array([100])))
+
+
+def test_edges_beyond_the_longest_sample_are_refused_unless_one_is_the_last():
+    check_reach([512, 9000], 2000)
+    check_reach([0, 512], 2000)
+    for edges in ([4096], [0, 4096], [512, 4096, 8192]):
+        with pytest.raises(BucketError, match=r"buckets: no sample is as long as 4,096.*the longest has 2,000 tokens"):
+            check_reach(edges, 2000)

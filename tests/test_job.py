@@ -106,9 +106,9 @@ def with_small_vocabulary(made, tmp_path):
         ({"draft_layers": 7}, "different layers in order"),
         ({"target_layers": "3,9"}, r"\[9\] out of range"),
         ({"max_length": 20}, "samples longer than 20 tokens"),
-        ({"max_length": 1, "too_long": "truncate"}, "none of the 60 rows of an epoch has two supervised tokens"),
-        ({"max_length": 3, "too_long": "truncate"}, r"max_length 3, too_long truncate\), so there is nothing to draft"),
-        ({"buckets": "otto"}, "otto"),
+        ({"buckets": "auto", "max_length": 1, "too_long": "truncate"}, "none of the 60 rows of an epoch has two supervised tokens"),
+        ({"buckets": "auto", "max_length": 3, "too_long": "truncate"}, r"max_length 3, too_long truncate\), so there is nothing to draft"),
+        ({"max_length": 30, "too_long": "truncate"}, "buckets: no sample is as long as 32, the longest has 30 tokens"),
         ({"strategy": "packed", "target": "sample"}, "6 of the 8 layers of sample are linear_attention"),
         ({"topology": "2-2"}, "train one drafter; use 2-1"),
         ({"device": "cuda:7"}, "GPUs are visible"),
@@ -133,6 +133,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded_or_written(made, tm
 def test_a_run_folder_that_holds_a_run_is_refused(made, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "mine" / "steps.jsonl").write_text('{"step":1}\n')
     with pytest.raises(ValueError, match="already holds a run"):
         train(tiny_config(made["dataset"], made["target"], tmp_path, run_name="mine"))
 

@@ -108,7 +108,17 @@ def test_unknown_names_are_all_named_with_the_nearest():
     with pytest.raises(ParameterError) as error:
         check_parameters(Config, {"bucket": "auto", "zzz": 3, "epochs": 2})
     text = str(error.value)
-    assert "'bucket' (given 'auto'): did you mean 'buckets'?" in text and "'zzz' (given 3)\n" in text and "seeds" in text
+    assert (
+        "'bucket' (given 'auto'): did you mean 'buckets'?" in text and "'zzz' (given 3)\n" in text and "known: " in text and "seeds" in text
+    )
+
+
+def test_of_many_names_only_the_nearest_are_printed():
+    with pytest.raises(ParameterError) as error:
+        TrainConfig.from_notebook({"eval_row": 4, "zzz": 1})
+    text = str(error.value)
+    assert "'eval_row' (given 4): did you mean 'eval_rows'" in text and "papermill --help-notebook lists them all" in text
+    assert len(text) < 250 and "q_hs_mb" not in text
 
 
 @pytest.mark.parametrize(

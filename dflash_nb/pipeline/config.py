@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from dflash_nb import home
+from dflash_nb.data.lengths import read_histogram
 from dflash_nb.data.source import dataset_path
+from dflash_nb.errors import NotFoundError
 from dflash_nb.model.target_info import resolve_target
 from dflash_nb.pipeline.environment import git_commit, versions
 from dflash_nb.pipeline.parameters import ParameterError, Parameters, option
+from dflash_nb.planner.bucket_plan import BucketPlan
+from dflash_nb.planner.buckets import read_spec
+from dflash_nb.planner.edges import check_reach
+from dflash_nb.planner.limits import BucketError
 
 STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
@@ -36,20 +42,42 @@ class NotebookConfig(Parameters):
         """Absolute paths that will be read or written, by what they are."""
         return {}
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields that do not hold their default."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
+
+    def settings(self) -> list[tuple[str, str]]:
+        """What was changed and what was not, each as a name and a text."""
+        unchanged = {each.name: each.default for each in fields(self) if each.name not in self.changed}
+        return [("changed", _spelled(self.changed) or "nothing"), ("defaults", _spelled(unchanged) or "none")]
+
+    def cuts_note(self, **wanted: Any) -> str:
+        """For ``buckets`` from a file: what it was made for that is not as ``wanted``, and what to do; else empty."""
+        path = read_spec(self.buckets).path
+        unlike = BucketPlan.load(path).unlike(**wanted) if path else []
+        return f"{path} was made for {'; '.join(unlike)}. Make it again with notebook 01, or go on if that is meant" if unlike else ""
+
     def describe(self) -> str:
         """What will be used, as plain lines: absolute paths, what was changed from the defaults, the defaults, versions, commit.
 
         Raises what looking for the dataset or the run raises when it is not there.
         """
-        changed = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
-        unchanged = {each.name: each.default for each in fields(self) if each.name not in changed}
         git = git_commit()
         commit = f"{git['commit'][:12]}{' and uncommitted changes' if git['dirty'] else ''}" if git["commit"] else "not a git checkout"
         lines = [(name, str(path)) for name, path in self.places().items()]
-        lines += [("changed", _spelled(changed) or "nothing"), ("defaults", _spelled(unchanged) or "none")]
+        lines += self.settings()
         lines += [("versions", ", ".join(f"{name} {text}" for name, text in versions().items())), ("commit", commit)]
         fill = textwrap.TextWrapper(100, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False).fill
         return "\n".join(fill(f"{name:<10} {text}") for name, text in lines)
+
+
+def _cut_problems(spec: str) -> Iterable[str]:
+    """What is wrong with ``buckets``, as far as it can be told without lengths."""
+    try:
+        read_spec(spec)
+    except (BucketError, NotFoundError) as problem:
+        yield str(problem)
 
 
 def _digits(text: str) -> bool:
@@ -148,6 +176,7 @@ class TrainConfig(NotebookConfig):
             yield f"ray_address {self.ray_address!r} was given, but engine is {self.engine!r}: use engine ray"
         if self.watch and self.resume:
             yield f"watch {self.watch} and resume {self.resume} were both given: looking and continuing are two calls, leave out one"
+        yield from _cut_problems(self.buckets)
         for name in ("dataset", "target"):
             if not getattr(self, name):
                 yield f"{name}: '' was given, needed: sample, or a folder (. for the current one)"
@@ -188,6 +217,30 @@ class TrainConfig(NotebookConfig):
         run = Path(self.resume) if self.resume else self.runs_folder / (self.run_name or "<date>-<dataset>-<strategy>")
         return {"dataset": dataset_path(self.dataset), "target": resolve_target(self.target), "run folder": run}
 
+    def settings(self) -> list[tuple[str, str]]:
+        """With ``watch``, those of the run that is looked at. Else the own ones, and where ``buckets`` were made for something else.
+
+        Raises BucketError for edges beyond the longest sample.
+        """
+        if self.watch:
+            ignored = {name: value for name, value in self.changed.items() if name not in ("watch", "watts")}
+            lines = [("ignored", f"{_spelled(ignored)}: a run that is only looked at has its own settings")] if ignored else []
+            try:
+                return [*lines, ("its own", _spelled(saved_config(Path(self.watch)).changed) or "the defaults")]
+            except ParameterError:
+                return lines
+        asked = read_spec(self.buckets)
+        if asked.typed and not self.resume:
+            longest = read_histogram(self.dataset).max
+            check_reach(asked.edges, min(longest, self.max_length or longest))
+        note = "" if self.resume else self.cuts_note(dataset=self.dataset, **self.limits)
+        return super().settings() + ([("beware", note)] if note else [])
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """What bounds a batch."""
+        return {name: getattr(self, name) for name in ("token_budget", "max_batch", "pad_multiple")}
+
     @classmethod
     def from_notebook(cls, namespace: Mapping[str, Any]) -> Self:
         """The notebook's configuration; with ``resume``, that run's own."""
@@ -227,6 +280,8 @@ def saved_config(folder: Path) -> TrainConfig:
         raise ParameterError(f"resume: {path} is not readable: {problem}. Copy the run folder again") from None
     if not isinstance(values, dict):
         raise ParameterError(f"resume: {path} holds {str(values)[:40]}, needed: the settings of a run. Copy the run folder again")
+    if str(values.get("buckets", "")).endswith(".json") and (folder / "buckets.json").is_file():
+        values["buckets"] = str(folder / "buckets.json")  # the run's own copy; the file it came from may be another by now
     if strange := sorted(set(values) - {each.name for each in fields(TrainConfig)}):
         raise ParameterError(f"resume: {path} holds settings that this version does not know: {', '.join(strange)}")
     return TrainConfig(**values)
@@ -243,6 +298,22 @@ class PlanningConfig(NotebookConfig):
 
     dataset: str = option("sample", "sample, reference, or a dataset's file or folder", path="existing", names=("sample", "reference"))
     column: str = option("seq_len", "column that holds the lengths")
+
+    def contradictions(self) -> Iterable[str]:
+        if not self.dataset:
+            yield "dataset: '' was given, needed: sample, reference, or a file or folder (. for the current one)"
+        if not self.column:
+            yield "column: '' was given, needed: the name of the column that holds the lengths"
+        yield from _cut_problems(getattr(self, "buckets", "auto"))
+
+    @property
+    def made_for(self) -> dict[str, str]:
+        """Whose lengths these are, for ``BucketPlan.made_for``."""
+        return {"dataset": self.dataset, "column": self.column}
+
+    def settings(self) -> list[tuple[str, str]]:
+        note = self.cuts_note(**self.made_for, **self.limits) if hasattr(self, "buckets") else ""
+        return super().settings() + ([("beware", note)] if note else [])
 
     @property
     def limits(self) -> dict[str, int]:

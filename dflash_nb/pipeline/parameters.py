@@ -16,7 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args, get_origin
 
-from dflash_nb.errors import PlainError
+from dflash_nb.errors import PlainError, quiet_end
 from dflash_nb.home import user_path
 
 PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
@@ -28,6 +28,7 @@ ALIASES = {
     "lr_scheduler_type": "decay", "model": "target", "data": "dataset", "num_layers": "draft_layers", "output_dir": "runs_dir",
     "resume_from_checkpoint": "resume", "report_to": "tracker", "seq_len": "max_length", "max_seq_length": "max_length",
 }  # fmt: skip
+NEAREST, FEW = 3, 15  # names to suggest; names that may all be listed
 INTERACTIVE_NAMES = frozenset({"In", "Out", "exit", "quit"})
 
 
@@ -80,6 +81,7 @@ class Parameters:
     @classmethod
     def from_notebook(cls, namespace: Mapping[str, Any]) -> Self:
         """The configuration that a notebook's ``globals()`` hold: the parameters cell plus what papermill injected."""
+        quiet_end()
         return check_parameters(cls, namespace)
 
 
@@ -94,8 +96,9 @@ def check_parameters(cls: type[P], namespace: Mapping[str, Any]) -> P:
     valid = [each.name for each in fields(cls)]
     unknown = [name for name in given_names(namespace) if name not in valid]
     if unknown:
-        lines = [f"unknown parameter {name!r} (given {namespace[name]!r}){_nearest(name, valid)}" for name in unknown]
-        raise ParameterError("\n".join([*lines, f"{cls.__name__} knows: {', '.join(valid)}"]))
+        lines = [f"unknown parameter {name!r} (given {namespace[name]!r}){_nearest(name, valid, NEAREST)}" for name in unknown]
+        rest = f"known: {', '.join(valid)}" if len(valid) <= FEW else "papermill --help-notebook lists them all"
+        raise ParameterError("\n".join([*lines, f"Correct or leave out what is unknown; {rest}"]))
     return cls(**{name: namespace[name] for name in valid if name in namespace})
 
 
@@ -129,10 +132,13 @@ def _literal_names(cell: str) -> set[str]:
     return names
 
 
-def _nearest(name: str, valid: list[str]) -> str:
+def _nearest(name: str, valid: list[str], most: int = 1) -> str:
+    """The question whether one of the ``most`` nearest names was meant; those much further off than the first are left out."""
     plain, named = name.lower().replace("-", "_"), {each.lower(): each for each in valid}
-    near = [ALIASES[plain]] if ALIASES.get(plain) in valid else difflib.get_close_matches(plain, named, n=1, cutoff=0.5)
-    return f": did you mean {named[near[0]]!r}?" if near else ""
+    near = [ALIASES[plain]] if ALIASES.get(plain) in valid else difflib.get_close_matches(plain, named, n=most, cutoff=0.5)
+    close = [difflib.SequenceMatcher(None, plain, each).ratio() for each in near]
+    words = [repr(named[each]) for each, ratio in zip(near, close, strict=True) if ratio > close[0] - 0.2]
+    return f": did you mean {' or '.join(words)}?" if words else ""
 
 
 def checked(each: Field, value: Any) -> Any:

@@ -32,7 +32,8 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of a length distribution. ``why``: the rule of ``auto`` and what it weighed, empty for other cuts."""
+    """The buckets of a length distribution. ``why``: the rule of ``auto`` and what it weighed, empty for other cuts. ``made_for``: whose
+    lengths these were, as notebook 01 notes it (dataset and column), empty where nobody said."""
 
     boundaries: tuple[int, ...]
     rows: tuple[BucketRow, ...]
@@ -42,6 +43,7 @@ class BucketPlan:
     objective: str = "padding"
     model: str = "packing"
     why: dict[str, Any] = field(default_factory=dict)
+    made_for: dict[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -76,6 +78,11 @@ class BucketPlan:
         again = sum(pair * mate / (row.samples - 1) for row, pair, mate in zip(self.rows, pairs, mates, strict=True) if mate > 0)
         return again / sum(pairs) if sum(pairs) > 0 else 0.0
 
+    def unlike(self, **wanted: Any) -> list[str]:
+        """What the plan was made for, or under, that is not as ``wanted``: ``token_budget 49152, not 8192``."""
+        made = self.made_for | {name: getattr(self, name) for name in ("token_budget", "max_batch", "pad_multiple")}
+        return [f"{name} {made.get(name, 'unknown')}, not {value}" for name, value in wanted.items() if made.get(name) != value]
+
     def table(self) -> list[dict[str, Any]]:
         """The rows as plain dicts."""
         return [asdict(row) for row in self.rows]
@@ -97,7 +104,8 @@ class BucketPlan:
         try:
             rows = tuple(BucketRow(**row) for row in saved["rows"])
             under = {name: saved[name] for name in ("token_budget", "max_batch", "pad_multiple", "objective", "model", "why")}
-            return cls(boundaries=tuple(int(edge) for edge in saved["boundaries"]), rows=rows, **under)
+            made_for = saved.get("made_for", {})  # older files do not say
+            return cls(boundaries=tuple(int(edge) for edge in saved["boundaries"]), rows=rows, made_for=made_for, **under)
         except (KeyError, TypeError, ValueError) as error:
             raise BucketError(f"not a whole bucket plan: {error!r}") from error
 

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dflash_nb.errors import NotFoundError
 from dflash_nb.home import user_path
 from dflash_nb.planner.bucket_plan import BucketPlan, BucketRow
 from dflash_nb.planner.cuts import RULE, Cuts, auto_cuts, best_cuts
-from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, full_boundaries
+from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, check_reach, full_boundaries, increasing
 from dflash_nb.planner.epoch_cost import epoch_costs
 from dflash_nb.planner.limits import BatchCost, BucketError, Limits, padded_tokens, whole
 
@@ -33,6 +34,7 @@ __all__ = [
     "evaluate_buckets",
     "expected_seconds",
     "optimize_buckets",
+    "read_spec",
     "resolve_buckets",
 ]
 
@@ -154,25 +156,45 @@ def resolve_buckets(spec: Any, histogram: LengthHistogram, objective: str = "pad
         BucketError: anything else; the message names buckets and lists what is allowed.
         FileNotFoundError: the file does not exist.
     """
+    asked = read_spec(spec)
+    if asked.count is not None:
+        return optimize_buckets(histogram, asked.count, objective=objective, cost=cost, **limits)
+    if asked.typed:
+        check_reach(asked.edges, histogram.max)
+    return evaluate_buckets(histogram, asked.edges, **limits)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``buckets`` asks for: the best cuts and their ``count``, or (None) ``edges``; ``typed`` ones come from no file and no name."""
+
+    count: int | str | None = None
+    edges: tuple[int, ...] = ()
+    typed: bool = False
+    path: Path | None = None
+
+
+def read_spec(spec: Any) -> Asked:
+    """What can be told of ``buckets`` without any lengths. Raises as ``resolve_buckets``."""
     if isinstance(spec, np.ndarray):
         spec = spec.tolist()
     if isinstance(spec, os.PathLike):
-        return evaluate_buckets(histogram, _saved(Path(spec)), **limits)
+        return Asked(edges=_saved(Path(spec)), path=Path(spec))
     if not isinstance(spec, str):
-        return evaluate_buckets(histogram, _edges(spec if isinstance(spec, list | tuple) else [spec], spec), **limits)
+        return Asked(edges=_edges(spec if isinstance(spec, list | tuple) else [spec], spec), typed=True)
     text = spec.strip()
     if text == "auto":
-        return optimize_buckets(histogram, "auto", objective=objective, cost=cost, **limits)
+        return Asked("auto")
     if text == "reference":
-        return evaluate_buckets(histogram, REFERENCE_BOUNDARIES, **limits)
+        return Asked(edges=REFERENCE_BOUNDARIES)
     name, colon, number = text.partition(":")
     if colon and name.strip() == "auto":
         if not (number.strip().isdecimal() and number.isascii()) or int(number) < 1:
             raise BucketError(f"buckets: {spec!r} needs a whole number of at least 1 after the colon, for example auto:6")
-        return optimize_buckets(histogram, int(number), objective=objective, cost=cost, **limits)
+        return Asked(int(number))
     if text.endswith(".json") or os.sep in text:
-        return evaluate_buckets(histogram, _saved(user_path(text)), **limits)
-    return evaluate_buckets(histogram, _edges(re.split(r"\s*,\s*|\s+", text.strip("[]() ")), spec), **limits)
+        return Asked(edges=_saved(user_path(text)), path=user_path(text))
+    return Asked(edges=_edges(re.split(r"\s*,\s*|\s+", text.strip("[]() ")), spec), typed=True)
 
 
 def _saved(path: Path) -> tuple[int, ...]:
@@ -183,8 +205,8 @@ def _saved(path: Path) -> tuple[int, ...]:
     return BucketPlan.load(path).boundaries
 
 
-def _edges(values: Sequence[Any], spec: Any) -> list[int]:
-    """Whole numbers from numbers or texts; 1024.0 and 1e3 count as whole. 0 alone would cut nothing."""
+def _edges(values: Sequence[Any], spec: Any) -> tuple[int, ...]:
+    """Increasing whole numbers from numbers or texts; 1024.0 and 1e3 count as whole. 0 alone would cut nothing."""
     try:
         strange = any(isinstance(value, bool) or not str(value).isascii() for value in values)
         numbers = [] if strange else [float(value) for value in values]
@@ -193,7 +215,7 @@ def _edges(values: Sequence[Any], spec: Any) -> list[int]:
     if not any(numbers) or not all(number.is_integer() for number in numbers):
         near = difflib.get_close_matches(str(spec), ["auto", "reference"], 1, 0.4)
         raise BucketError(f"buckets: {spec!r} is not one of {ALLOWED}.{f' Did you mean {near[0]}?' if near else ''}")
-    return [int(number) for number in numbers]
+    return tuple(increasing([int(number) for number in numbers]))
 
 
 def _describe(

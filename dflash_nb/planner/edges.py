@@ -33,6 +33,33 @@ def bucket_of(lengths: np.ndarray, boundaries: Sequence[int]) -> np.ndarray:
     return bucket.astype(np.int32)
 
 
+def increasing(edges: Sequence[int]) -> list[int]:
+    """The edges, if they can be edges of any lengths. Raises BucketError unless they are whole numbers that increase from 0 or above."""
+    try:
+        edges = [operator.index(edge) for edge in edges]
+    except TypeError:
+        raise BucketError(f"buckets: edges must be whole numbers of tokens, not {edges!r}") from None
+    if any(low >= high for low, high in pairwise(edges)) or min(edges, default=0) < 0:
+        raise BucketError(f"buckets: edges must increase and be 0 or above, not {edges}")
+    if max(edges, default=0) > LARGEST + 1:
+        raise BucketError(f"buckets: edges must be at most {LARGEST + 1:,}, not {edges}")
+    return edges
+
+
+def check_reach(edges: Sequence[int], longest: int) -> None:
+    """Refuse edges that cut nothing: all above the longest sample, or more than one there, which may be the last edge of all.
+
+    Raises:
+        BucketError: it names the edges and the longest sample.
+    """
+    beyond = [edge for edge in edges if edge > longest]
+    if len(beyond) > 1 or beyond == [edge for edge in edges if edge > 0] != []:
+        raise BucketError(
+            f"buckets: no sample is as long as {', '.join(f'{edge:,}' for edge in beyond)}, the longest has {longest:,} tokens; leave out "
+            "edges beyond it"
+        )
+
+
 def full_boundaries(edges: Sequence[int], histogram: LengthHistogram) -> tuple[int, ...]:
     """Edges from 0 to above the longest sample, without those that leave a bucket empty.
 
@@ -42,14 +69,7 @@ def full_boundaries(edges: Sequence[int], histogram: LengthHistogram) -> tuple[i
     Raises:
         BucketError: the edges are not whole numbers, or do not increase from 0 or above.
     """
-    try:
-        edges = [operator.index(edge) for edge in edges]
-    except TypeError:
-        raise BucketError(f"buckets: edges must be whole numbers of tokens, not {edges!r}") from None
-    if any(low >= high for low, high in pairwise(edges)) or min(edges, default=0) < 0:
-        raise BucketError(f"buckets: edges must increase and be 0 or above, not {edges}")
-    if max(edges, default=0) > LARGEST + 1:
-        raise BucketError(f"buckets: edges must be at most {LARGEST + 1:,}, not {edges}")
+    edges = increasing(edges)
     if not edges or edges[0] > 0:
         edges.insert(0, 0)
     if edges[-1] == histogram.max:

@@ -1,7 +1,7 @@
 """Is this environment, dataset, target and drafter fit to train? ``examine(config)`` answers before the first step.
 
 Most faults of such trainers show after days: labels off by one, a layer off by one, a mask that leaks, a rope base lost in the export.
-Each is asked for by an experiment on the loaded models themselves, on a few rows of the real data: 31 checks, 5 s of CPU for the sample.
+Each is asked for by an experiment on the loaded models themselves, on a few rows of the real data: 32 checks, 5 s of CPU for the sample.
 A check is one line: OK, LOOK or STOP, evidence with a number, and what to do. ``examine(config).require()`` ends the run at a STOP.
 """
 
@@ -78,6 +78,7 @@ def _examine_inputs(config: TrainConfig, checks: list[Check]) -> Job | None:
             data.vocabulary(splits, info),
             data.mask_token(splits, info, mask),
             data.supervision(train),
+            data.cuts("" if config.resume else config.cuts_note(dataset=config.dataset, **config.limits)),
             data.lengths(train.lengths, info.max_positions, config.max_length or config.token_budget, config.too_long),
         ]
     if _stopped(checks):

@@ -57,7 +57,9 @@ class Examination:
         ]
 
     def text(self) -> str:
-        """One line a check and the verdict below."""
+        """One line a check and the verdict below; without any check, why there is none."""
+        if not self.checks:
+            return f"Not examined: {self.left_out}"
         counts = ", ".join(f"{sum(check.level == level for check in self.checks)} {level.name}" for level in Level)
         rest = f"; {self.left_out}" if self.left_out else ""
         return "\n".join([*(check.line() for check in self.checks), f"{self.verdict}: {counts} in {self.seconds:.1f} s{rest}"])

@@ -85,6 +85,15 @@ def supervision(dataset: TokenDataset) -> Finding:
     return ok(evidence)
 
 
+@check("buckets")
+def cuts(note: str) -> Finding:
+    """Were the cuts of a file made for this dataset and these limits? ``note`` says what is not so."""
+    if not note:
+        return ok("0 differences between what the cuts were made for and this run")
+    evidence, _, advice = note.partition(". ")
+    return look(evidence, advice)
+
+
 @check("lengths")
 def lengths(lengths: np.ndarray, max_positions: int, limit: int, too_long: str) -> Finding:
     """Do all rows fit the batches (``limit`` tokens, else ``too_long`` applies) and the positions that the target knows?"""
