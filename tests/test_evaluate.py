@@ -11,10 +11,11 @@ import torch
 from tiny_runs import save_target, write_dataset
 
 from dflash_nb.data.dataset import TokenDataset
+from dflash_nb.model.decode import Generation
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.objective import Objective
 from dflash_nb.model.target import FrozenTarget
-from dflash_nb.pipeline.evaluate import evaluate
+from dflash_nb.pipeline.evaluate import evaluate, repeated, tau_interval
 from dflash_nb.pipeline.step import LossSettings
 
 
@@ -80,3 +81,23 @@ def test_without_a_usable_prompt_tau_is_not_measured(parts, monkeypatch):
     monkeypatch.setattr("dflash_nb.pipeline.evaluate.LONGEST_PROMPT", 0)
     result = run(parts)
     assert (result["tau"], result["tau_passes"]) == (None, 0)
+
+
+def generations(*texts):
+    return [Generation(list(tokens), list(passes)) for tokens, passes in texts]
+
+
+def test_the_interval_of_tau_is_over_prompts(parts):
+    result = run(parts, prompts=6, new_tokens=12)
+    assert result["tau_prompts"] == 6 and 1 <= result["tau_low"] <= result["tau"] <= result["tau_high"]
+    assert run(parts, prompts=1)["tau_low"] is None
+    even = generations(*[(range(9), [3, 3, 3])] * 5)
+    assert tau_interval(even) == (3.0, 3.0)
+    low, high = tau_interval([*even, *generations((range(9), [1] * 9))])
+    assert low < 9 * 6 / (3 * 5 + 9) < high
+
+
+def test_text_that_comes_again_is_counted():
+    assert repeated(generations((range(30), [1]))) == 0.0
+    assert repeated(generations(([1, 2, 3] * 10, [1]))) == pytest.approx(24 / 27)
+    assert repeated(generations(([1, 2], [1]))) == 0.0

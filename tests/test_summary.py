@@ -12,7 +12,7 @@ from runs import Recipe, write_run
 from dflash_nb.pipeline import console as console_module
 from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.runlog import read_run
-from dflash_nb.pipeline.summary import estimate_agreement, summarize
+from dflash_nb.pipeline.summary import estimate_agreement, summarize, tau_words
 
 
 def record(step, tokens=1000, seconds=0.5, loss=3.0):
@@ -95,3 +95,20 @@ def test_how_well_the_cheap_estimate_agrees_with_decoding(tmp_path, evals, says)
     run = read_run(write_run(tmp_path / "run", Recipe(steps=8)))
     run.events = [{"kind": "eval", "step": step, "acceptance": given, "tau": tau} for step, (given, tau) in enumerate(evals)]
     assert re.search(says, estimate_agreement(run)) if says else estimate_agreement(run) == ""
+
+
+def test_tau_comes_with_its_prompts_its_interval_and_a_warning(tmp_path):
+    run = read_run(write_run(tmp_path / "run", Recipe(steps=8)))
+    event = {"kind": "eval", "step": 8, "acceptance": 1.3, "tau": 1.894, "tau_low": 1.62, "tau_high": 2.2, "tau_prompts": 16}
+    run.events = [{"kind": "eval", "step": 0, "acceptance": 1.0, "tau": 1.0}, {**event, "tau_repeated": 0.61}]
+    text = " ".join(summarize(run, 8, True, None, None).text().split())
+    assert "1.00 untrained -> trained 1.89 (1.62 to 2.20 with 95 %, 16 held-out prompts); beware, the target repeats itself in 61%" in text
+    run.events[1]["tau_repeated"] = 0.02
+    assert "beware" not in summarize(run, 8, True, None, None).text()
+    assert tau_words({"tau": 1.5, "tau_low": None, "tau_prompts": 1}) == "1.50 (1 held-out prompt)"
+    assert tau_words({"tau": 1.5}) == "1.50" and tau_words({"tau": None}) == "not measured"
+
+
+def test_a_short_run_compares_its_first_and_its_last_step(tmp_path):
+    text = summarize(read_run(write_run(tmp_path / "run", Recipe(steps=14))), 14, True, None, None).text()
+    assert "(first and last step)" in text and "median of" not in text

@@ -17,7 +17,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class TauResult:
-    """Acceptance over several prompts: all tokens of verification passes over all passes."""
+    """Acceptance over several prompts: all tokens of verification passes over all passes; ``texts`` is what was decoded."""
 
     tau: float
     passes: int
     tokens: int
     per_prompt: tuple[float, ...]
     seconds: float
+    texts: tuple[Generation, ...] = field(default=(), repr=False)
 
 
 class TargetSession:
@@ -189,6 +190,7 @@ def measure_tau(
         tokens=tokens,
         per_prompt=tuple(one.tau for one in done),
         seconds=time.perf_counter() - started,
+        texts=tuple(done),
     )
 
 

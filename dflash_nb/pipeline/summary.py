@@ -5,6 +5,7 @@ tokens/s and padding efficiency are sums over all steps, evaluation and checkpoi
 """
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from dflash_nb.pipeline.advice import advise
 from dflash_nb.pipeline.run import Run
 
+REPETITIVE = 0.25  # share of repeated phrases of four tokens from which tau is doubted
 WRAP = {"break_long_words": False, "break_on_hyphens": False}
 
 
@@ -31,6 +33,9 @@ class RunSummary:
     loss_steps: int
     tau_untrained: float | None
     tau_trained: float | None
+    tau_interval: tuple[float, float] | None
+    tau_prompts: int | None
+    tau_repeated: float | None
     agreement: str | None
     efficiency: float | None
     tokens_per_second: float | None
@@ -46,24 +51,23 @@ class RunSummary:
 
     def text(self) -> str:
         """The summary as a few aligned lines."""
-        over = f"median of {self.loss_steps} step{'s' if self.loss_steps != 1 else ''} at each end"
+        over = "first and last step" if self.loss_steps == 1 else f"median of {self.loss_steps} steps at each end"
+        event = {"tau": self.tau_trained, "tau_prompts": self.tau_prompts, "tau_repeated": self.tau_repeated}
+        event["tau_low"], event["tau_high"] = self.tau_interval or (None, None)
         rows = [
             ("run", f"{self.run_dir}" + ("" if self.finished else f"  (not finished, continue with -p resume {self.run_dir})")),
             ("steps", f"{self.steps:,} of {self.total_steps:,}"),
             ("padding efficiency", _number(self.efficiency, "{:.1%}")),
             ("real tokens/s", _number(self.tokens_per_second, "{:,.0f}")),
             ("loss", f"{_number(self.first_loss, '{:.3f}')} -> {_number(self.last_loss, '{:.3f}')}  ({over})"),
-            (
-                "tau",
-                f"{_number(self.tau_untrained, '{:.2f}')} untrained -> {_number(self.tau_trained, '{:.2f}')} trained, held-out prompts",
-            ),
+            ("tau", f"{_number(self.tau_untrained, '{:.2f}')} untrained -> trained {tau_words(event)}{repetition(self.tau_repeated)}"),
             ("cheap estimate", self.agreement or "not compared with decoding"),
             ("speed", self.advice or "too few steps to say what limits it"),
             ("checkpoint", str(self.checkpoint or "none")),
             ("export", str(self.export or "none")),
         ]
         lines = {name: f"{name:<19} {value}" for name, value in rows}
-        for name in ("cheap estimate", "speed"):  # sentences; a path or a command must stay in one piece
+        for name in ("tau", "cheap estimate", "speed"):  # sentences; a path or a command must stay in one piece
             lines[name] = textwrap.fill(lines[name], 140, subsequent_indent=20 * " ", **WRAP)
         return "\n".join(lines.values())
 
@@ -72,7 +76,10 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
     """The summary of what a run folder's log holds."""
     steps, losses = run.steps, run.steps["loss"][np.isfinite(run.steps["loss"])]
     count = max(1, min(20, round(len(losses) * 0.05)))
-    taus = [(event["step"], event["tau"]) for event in run.events_of("eval")]
+    evals = run.events_of("eval")
+    untrained = next((event for event in evals if event["step"] == 0), {})
+    trained = next((event for event in reversed(evals) if event["step"] == len(run) > 0), {})
+    interval = (trained.get("tau_low"), trained.get("tau_high"))
     seconds = float(steps["seconds_step"].sum())
     advice = advise(run, run.config.get("watts", 0.0))
     return RunSummary(
@@ -83,8 +90,11 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
         first_loss=float(np.median(losses[:count])) if len(losses) else None,
         last_loss=float(np.median(losses[-count:])) if len(losses) else None,
         loss_steps=count,
-        tau_untrained=next((tau for step, tau in taus if step == 0), None),
-        tau_trained=next((tau for step, tau in reversed(taus) if step == len(run) > 0), None),
+        tau_untrained=untrained.get("tau"),
+        tau_trained=trained.get("tau"),
+        tau_interval=None if None in interval else interval,
+        tau_prompts=trained.get("tau_prompts"),
+        tau_repeated=trained.get("tau_repeated"),
         agreement=estimate_agreement(run) or None,
         efficiency=float(steps["tokens"].sum() / steps["padded_tokens"].sum()) if len(run) else None,
         tokens_per_second=float(steps["tokens"].sum()) / seconds if seconds else None,
@@ -92,6 +102,25 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
         checkpoint=checkpoint,
         export=export,
     )
+
+
+def tau_words(event: Mapping[str, Any]) -> str:
+    """The tau of an ``eval`` event and what it rests on: ``1.89 (1.62 to 2.20 with 95 %, 16 held-out prompts)``."""
+    if event.get("tau") is None:
+        return "not measured"
+    rests = []
+    if event.get("tau_low") is not None:
+        rests.append(f"{event['tau_low']:.2f} to {event['tau_high']:.2f} with 95 %")
+    if count := event.get("tau_prompts"):  # runs of earlier versions did not count them
+        rests.append(f"{count} held-out prompt{'s' if count != 1 else ''}")
+    return f"{event['tau']:.2f}" + (f" ({', '.join(rests)})" if rests else "")
+
+
+def repetition(share: float | None) -> str:
+    """What to know of a tau whose decoded text holds this ``share`` of repeated phrases; empty where they are few or not known."""
+    if share is None or share < REPETITIVE:
+        return ""
+    return f"; beware, the target repeats itself in {share:.0%} of its text, which is easy to draft: on other texts tau is lower"
 
 
 def estimate_agreement(run: Run) -> str:

@@ -3,8 +3,7 @@
     python -m dflash_nb.pipeline.tau runs/NAME --prompts 500
 
 Evaluations during training decode a few prompts; their tau wanders by a few hundredths from one draw of prompts to the next. Here the
-interval comes from the prompts themselves: a bootstrap over prompts of the ratio tokens / passes (2,000 draws, 95 %). Prompts are those of
-the run's own evaluations first, in the same order.
+interval comes from the prompts themselves, as in ``evaluate``. Prompts are those of the run's own evaluations first, in the same order.
 """
 
 import argparse
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from safetensors.torch import load_file
 
 from dflash_nb.home import user_path
@@ -22,12 +20,10 @@ from dflash_nb.model.decode import measure_tau
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.pipeline.checkpoint import WEIGHTS, CheckpointError, newest_checkpoint
 from dflash_nb.pipeline.config import saved_config
-from dflash_nb.pipeline.evaluate import LONGEST_PROMPT, heldout_order
+from dflash_nb.pipeline.evaluate import LONGEST_PROMPT, heldout_order, repeated, tau_interval
 from dflash_nb.pipeline.job import prepare_job
 from dflash_nb.pipeline.local import load_targets
-from dflash_nb.progress import announced
-
-DRAWS = 2000
+from dflash_nb.pipeline.summary import repetition
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,13 @@ class MeasuredTau:
     high: float
     prompts: int
     passes: int
+    repeated: float
     seconds: float
 
     def text(self) -> str:
         return (
             f"tau {self.tau:.3f} ({self.low:.3f} to {self.high:.3f}, 95 %) "
-            f"over {self.prompts:,} held-out prompts and {self.passes:,} passes, {self.seconds:,.0f} s"
+            f"over {self.prompts:,} held-out prompts and {self.passes:,} passes, {self.seconds:,.0f} s{repetition(self.repeated)}"
         )
 
 
@@ -70,18 +67,11 @@ def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.
         raise ValueError(f"{config.dataset} has no held-out prompt of 1 to {longest} tokens; give fewer new tokens, or shorter prompts")
     print(f"{found[0]}: {len(texts):,} prompts, at most {new_tokens} tokens each", flush=True)
     head, started = target.head(job.placement.drafter), time.monotonic()
-    done = [
-        measure_tau(target, drafter, [text], new_tokens, temperature, seed=seed, head=head)
-        for seed, text in enumerate(announced(texts, "decoding prompts"), 1)
-    ]
-    tokens, passes = (np.array([getattr(one, name) for one in done]) for name in ("tokens", "passes"))
-    if not passes.any():
+    done = measure_tau(target, drafter, texts, new_tokens, temperature, seed=1, head=head)
+    if not done.passes:
         raise ValueError(f"each of {len(texts)} texts ended with its first token, so nothing was drafted: give more prompts")
-    drawn = np.random.default_rng(0).integers(0, len(texts), (DRAWS, len(texts)))
-    taus = tokens[drawn].sum(1) / np.maximum(passes[drawn].sum(1), 1)
-    low, high = np.quantile(taus, (0.025, 0.975))
-    mean, seconds = float(tokens.sum() / passes.sum()), time.monotonic() - started
-    return MeasuredTau(mean, float(low), float(high), len(texts), int(passes.sum()), seconds)
+    low, high = tau_interval(done.texts)
+    return MeasuredTau(done.tau, low, high, len(texts), done.passes, repeated(done.texts), time.monotonic() - started)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

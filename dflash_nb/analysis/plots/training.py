@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from dflash_nb.analysis.achieved import batch_seconds, length_ranges
 from dflash_nb.pipeline.run import Run
-from dflash_nb.pipeline.summary import estimate_agreement
+from dflash_nb.pipeline.summary import estimate_agreement, repetition, tau_words
 
 from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, count, finish, new_figure, percent
 
@@ -64,7 +64,8 @@ def loss(run: Run) -> Plot:
         finding += f", {evals[-1][1]:.2f} on held-out samples"
     if over and not run.steps["finite"].all():
         finding += f"; {int((~run.steps['finite']).sum()):,} steps were not finite"
-    note = f"ends: median of {over}; orange: held-out; dotted: resume; ticks: checkpoints. {_note(run)}"
+    ends = "first and last step" if over == 1 else f"median of {over} steps"
+    note = f"ends: {ends}; orange: held-out; dotted: resume; ticks: checkpoints. {_note(run)}"
     return finish(figure, finding, note)
 
 
@@ -83,20 +84,23 @@ def acceptance(run: Run) -> Plot:
     if not np.isfinite(trained).any():
         labels, finding = [], f"Acceptance was not measured in any of the {len(run):,} optimiser steps"
     for key, word, color, marker in (("acceptance", "held-out blocks", OKABE_ITO[3], "s"), ("tau", "decoding (tau)", WARN, "D")):
-        points = [(event["step"], event[key]) for event in run.events_of("eval") if event.get(key) is not None]
-        if points:
-            x, y = zip(*points, strict=True)
+        if measured := [event for event in run.events_of("eval") if event.get(key) is not None]:
+            last, (x, y) = measured[-1], zip(*((event["step"], event[key]) for event in measured), strict=True)
             axis.plot(x, y, marker=marker, color=color, linewidth=1.0, linestyle=":", markersize=5)
             labels.append((x[-1], y[-1], word, color))
             if key == "tau":
-                finding = f"tau {y[0]:.2f} → {y[-1]:.2f} accepted tokens a target pass on held-out prompts, from step {x[0]:,} to {x[-1]:,}"
+                finding = f"tau {y[0]:.2f} at step {x[0]:,}, {tau_words(last)} at step {x[-1]:,}: accepted tokens a target pass"
+                finding += repetition(last.get("tau_repeated"))
+                ranges = [(event["step"], event["tau_low"], event["tau_high"]) for event in measured if event.get("tau_low") is not None]
+                for at, low, high in ranges:
+                    axis.vlines(at, low, high, color=color, linewidth=1.2)
     if agreement := estimate_agreement(run):
         finding += f"; {agreement}"
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
     axis.text(0.5, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), ha="center", va="top", color=INK)
     _label_ends(axis, labels)
     axis.set(xlabel="optimiser step", ylabel="accepted tokens a pass, bonus included")
-    return finish(figure, finding, _note(run))
+    return finish(figure, finding, f"bars: 95 % intervals over prompts. {_note(run)}")
 
 
 def throughput(run: Run) -> Plot:
