@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from dflash_nb.model.export import export_drafter
-from dflash_nb.model.target_info import TargetError
 from dflash_nb.pipeline.checkpoint import CheckpointError, newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.console import Console
@@ -33,7 +32,7 @@ from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.probe import memory_bytes, probe
 from dflash_nb.pipeline.runlog import RunError, RunLog, new_run_folder, read_run, readable
 from dflash_nb.pipeline.step import accumulate, finish_step
-from dflash_nb.pipeline.summary import RunSummary, summarize
+from dflash_nb.pipeline.summary import RunSummary, summarize, tau_words
 from dflash_nb.pipeline.trackers import Tracker
 from dflash_nb.pipeline.window import WAITING_BATCHES, Pool, Window
 from dflash_nb.planner.state import PlanChangedError, PlanState
@@ -44,8 +43,9 @@ SPEED_STEPS = (6, 25)  # after start-up; 20 steps give the mean of a step to a f
 def train(config: TrainConfig) -> RunSummary:
     """Train a drafter as ``config`` says and return how it went; ``config.resume`` continues a run folder with its own configuration.
 
-    Raises what ``prepare_job`` raises, before anything is written. After that every end writes ``summary.json``: an interrupt (Ctrl-C,
-    SIGTERM) leaves a checkpoint and raises KeyboardInterrupt, an error leaves one too where it can and is raised. No thread is left.
+    Raises what ``prepare_job`` raises, before anything is written; an error or interrupt before the first step of a new run leaves nothing
+    either. After that every end writes ``summary.json``: an interrupt (Ctrl-C, SIGTERM) leaves a checkpoint and raises KeyboardInterrupt,
+    an error leaves one too where it can and is raised. No thread is left.
     """
     config = config.resumed()
     job = prepare_job(config)
@@ -117,12 +117,7 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
         print(f"run folder: {folder}", flush=True)
         for error in broken:
             _warn(log, f"passed over a broken checkpoint: {error}" if isinstance(error, CheckpointError) else error)
-        try:
-            yield log, start
-        except TargetError:
-            if not config.resume:
-                log.discard()
-            raise
+        yield log, start
 
 
 def _logged_steps(folder: Path) -> tuple[int, str]:
@@ -348,8 +343,9 @@ class _Run:
         )
         self.log.event("eval", step=self.step, **result)
         self.tracker.evaluation(self.step, result)
-        numbers = ", ".join(f"{name} {result[name]:.2f}" for name in ("loss", "acceptance", "tau") if result[name] is not None)
-        print(f"held out at step {self.step:,}: {numbers}  ({result['seconds']:.0f} s)", flush=True)
+        numbers = [f"{name} {result[name]:.2f}" for name in ("loss", "acceptance") if result[name] is not None]
+        numbers += [f"tau {tau_words(result)}"] if result["tau"] is not None else []
+        print(f"held out at step {self.step:,}: {', '.join(numbers)}  ({result['seconds']:.0f} s)", flush=True)
 
     def _checkpoint_is_due(self) -> bool:
         every, minutes = self.config.checkpoint_every, self.config.checkpoint_minutes
