@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.cost import CostModel
-from dflash_nb.planner.timeline import Pipeline, plan_timeline, timeline
+from dflash_nb.planner.timeline import Network, Pipeline, plan_timeline, timeline
 
 SECONDS = st.floats(0.01, 10)
 
@@ -85,3 +85,68 @@ def test_a_plan_in_a_narrow_window_takes_longer_than_its_slowest_stage():
     narrow = plan_timeline(cost, plan, lengths, Pipeline(7, waiting=0)).seconds
     assert narrow > 1.03 * limit
     assert plan_timeline(cost, plan, lengths, Pipeline(14)).seconds < limit
+
+
+def test_two_drafters_take_turns_and_wait_for_each_other_at_the_end_of_a_step():
+    found = run([1] * 4, [3, 5, 3, 5], Pipeline(4, drafters=2), step=1.0, accumulation=2)
+    assert found.taken_M.tolist() == [1, 1, 7, 7]
+    assert found.done_M.tolist() == [4, 7, 10, 13]
+    assert found.busy["drafter"] == 8 + 2
+    later = run([1] * 4, [3, 5, 3, 5], Pipeline(4, drafters=2), accumulation=4)
+    assert later.taken_M.tolist() == [1, 1, 4, 4]  # the first drafter comes back while the other still learns
+    assert later.done_M.tolist() == [4, 6, 7, 11]
+
+
+def test_nothing_is_handed_out_while_the_first_drafter_learns():
+    found = run([1] * 4, [5, 9, 5, 9], Pipeline(2, waiting=0, drafters=2), accumulation=4)
+    assert found.handed_M.tolist() == [0, 0, 1, 1]
+    assert found.taken_M.tolist() == [1, 1, 6, 6]
+    narrow = run([1] * 4, [5, 9, 5, 9], Pipeline(1, waiting=0, drafters=2), accumulation=4)
+    assert narrow.handed_M.tolist() == [0, 1, 2, 7]
+
+
+def network(workers, drafters, between=10.0, into=1e9, within=1e9, summed=0.0):
+    return Network(workers, drafters, between, into, within, summed)
+
+
+def test_features_queue_for_a_link_in_the_order_in_which_they_are_ready():
+    options = {"bytes_M": np.full(3, 10.0), "accumulation": 1}
+    found = run([3, 1, 1], [0.5] * 3, Pipeline(3), network=network((1, 1, 0), (0,)), **options)
+    assert found.taken_M.tolist() == pytest.approx([4, 4.5, 5])  # the second went first and was there at 2; the third crosses nothing
+    assert found.busy["network"] == pytest.approx(2)
+    both = run([1, 1, 1], [0.5] * 3, Pipeline(3), network=network((1, 2, 1), (0,)), **options)
+    assert both.taken_M.tolist() == pytest.approx([2, 3, 4])  # from two hosts, but into one
+    slow = run([1, 1, 1], [0.5] * 3, Pipeline(3), network=network((0, 0, 0), (0,), into=5.0), **options)
+    assert slow.taken_M.tolist() == pytest.approx([3, 5, 7])
+
+
+def test_a_sum_takes_the_link_from_features_that_ask_later():
+    split = network((0,), (0, 1), between=10.0, summed=40.0)
+    assert split.sum_seconds == 4 and network((0,), (0, 0), within=20.0, summed=40.0).sum_seconds == 2
+    found = run([1] * 4, [2] * 4, Pipeline(1, drafters=2), bytes_M=np.array([0, 0, 0, 10.0]), accumulation=2, network=split)
+    assert found.done_M[1] == 2 + 2 + 4  # taken at 2, learned, summed
+    assert found.taken_M[3] == 9  # computed at 4, when the sum began: its second on the link comes after the sum's four
+    assert found.done_M[3] == 9 + 2 + 4
+    assert found.busy["sum"] == 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=50), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3))
+def test_several_drafters_on_several_hosts_never_beat_a_side(batches, workers, drafters, hosts):
+    target, drafter, size = np.array(batches).T
+    places = network(tuple(k % hosts for k in range(workers)), tuple(k % hosts for k in range(drafters)), between=3.0, summed=5.0)
+    pipeline = Pipeline(workers, drafters=drafters)
+    found = run(target, drafter, pipeline, bytes_M=size, step=0.1, accumulation=2 * drafters, network=places)
+    assert found.seconds >= max(found.busy["target"], found.busy["drafter"] + found.busy["sum"]) - 1e-9
+    assert (np.diff(found.handed_M) >= 0).all() and (np.diff(found.taken_M) >= 0).all() and (found.taken_M > found.handed_M).all()
+    instant = Network(places.worker_hosts, places.drafter_hosts, 1e12, 1e12, 1e12)
+    alone = run(target, drafter, pipeline, step=0.1, accumulation=2 * drafters)
+    fast = run(target, drafter, pipeline, bytes_M=size, step=0.1, accumulation=2 * drafters, network=instant)
+    assert fast.done_M == pytest.approx(alone.done_M, abs=1e-6)
+
+
+def test_impossible_drafters_and_networks_are_refused():
+    with pytest.raises(ValueError, match="accumulation 3 is no multiple of 2"):
+        run([1], [1], Pipeline(1, drafters=2), accumulation=3)
+    with pytest.raises(ValueError, match="a host for each of 2 workers and 1 drafters"):
+        run([1], [1], Pipeline(2), network=network((0,), (0,)))
