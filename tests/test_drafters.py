@@ -1,6 +1,6 @@
 """Several drafters in real processes make the steps of one.
 
-Run alone: make ray-test
+Run alone: python -m pytest tests/test_drafters.py
 """
 
 import json
@@ -8,7 +8,6 @@ import signal
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +15,11 @@ from tiny_runs import save_target, tiny_config, write_dataset
 
 ray = pytest.importorskip("ray", reason="the package ray is not installed: pip install 'dflash-nb[ray]'")
 import ray_clusters
+from ray_clusters import actors, at_steps
 
 from dflash_nb.pipeline.checkpoint import OPTIMIZER
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.console import Console
+from dflash_nb.pipeline.drafters import Drafters
 from dflash_nb.pipeline.job import Job, prepare_job
 from dflash_nb.pipeline.runlog import read_run
 from dflash_nb.pipeline.train import train
@@ -31,12 +31,6 @@ pytestmark = pytest.mark.ray
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
     return {"dataset": write_dataset(root / "data"), "target": save_target(root / "target", "hybrid")}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_clusters.cluster() as made:
-        yield made
 
 
 @pytest.fixture
@@ -55,17 +49,6 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-def at_step(patch, step, action):
-    counted = Console.step
-
-    def counting(self, record):
-        counted(self, record)
-        if record["step"] == step:
-            action()
-
-    patch.setattr(Console, "step", counting)
-
-
 def first_moments(folder):
     moments = torch.load(folder / "checkpoints" / "step-1" / OPTIMIZER, weights_only=True)["moments"]
     return {name: state["exp_avg"] for name, state in moments.items()}
@@ -80,7 +63,7 @@ def settings(made, runs, **changes):
 def test_two_drafters_make_the_steps_of_one_and_one_goes_on_where_two_stopped(made, cluster, tmp_path, monkeypatch, some_without_anchors):
     one = train(settings(made, tmp_path / "one"))
     with monkeypatch.context() as patch:
-        at_step(patch, 8, lambda: signal.raise_signal(signal.SIGINT))
+        at_steps(patch, {8: lambda: signal.raise_signal(signal.SIGINT)})
         with pytest.raises(KeyboardInterrupt):
             train(settings(made, tmp_path / "two", engine="ray", ray_address=cluster.address, topology="1-2"))
     assert not dist.is_initialized()
@@ -92,6 +75,8 @@ def test_two_drafters_make_the_steps_of_one_and_one_goes_on_where_two_stopped(ma
     assert any(batch["weight"] == 0 for line in lines(folder) for batch in line["batches"])
     assert any("drafter-1 is up on node" in event["text"] for event in read_run(folder).events_of("worker"))
 
+    with pytest.raises(ValueError, match="1-3: the 3 drafters share the batches of a step, but accumulation 2 is not a multiple of 3"):
+        train(TrainConfig(resume=str(folder), topology="1-3"))
     summary = train(TrainConfig(resume=str(folder), topology="2-1"))
     assert summary.finished
     for ours, theirs in zip(lines(folder), lines(one.run_dir), strict=True):
@@ -103,12 +88,7 @@ def test_two_drafters_make_the_steps_of_one_and_one_goes_on_where_two_stopped(ma
 
 @pytest.mark.slow
 def test_a_lost_drafter_ends_the_run_with_a_checkpoint_and_a_sentence(made, cluster, tmp_path, monkeypatch):
-    def kill():
-        for process in psutil.process_iter(["cmdline"]):
-            if (process.info["cmdline"] or [""])[0].startswith("ray::Follower"):
-                process.kill()
-
-    at_step(monkeypatch, 3, kill)
+    at_steps(monkeypatch, {3: lambda: [process.kill() for process in actors("Follower")]})
     with pytest.raises(RuntimeError, match="a drafter is lost"):
         train(settings(made, tmp_path, engine="ray", ray_address=cluster.address, topology="1-2"))
     (folder,) = tmp_path.iterdir()
@@ -117,6 +97,46 @@ def test_a_lost_drafter_ends_the_run_with_a_checkpoint_and_a_sentence(made, clus
     assert "a drafter is lost" in run.summary["error"]
     assert run.summary["checkpoint"].endswith("step-3")
     assert not dist.is_initialized()
+
+
+@ray.remote(num_cpus=4)
+class Blocker:
+    """Has all of a node's CPUs, so that the next actor starts on another one."""
+
+    def is_there(self):
+        return True
+
+
+@pytest.mark.slow
+def test_features_that_are_lost_on_the_way_are_computed_again(made, cluster, tmp_path, monkeypatch):
+    """Their node dies before the other drafter, on another node, has fetched them; every sample counts once all the same."""
+    changes = {"engine": "ray", "ray_address": cluster.address, "topology": "1-2", "max_steps": 5, "retries": 4}
+    calm = train(settings(made, tmp_path / "calm", **changes))
+    open_drafters, hand_out, lost = Drafters.__init__, Drafters._hand_out, []
+    blocker = Blocker.remote()
+    assert ray.get(blocker.is_there.remote(), timeout=60)
+
+    def open_on_the_first_node(self, *arguments):
+        ray.kill(blocker)
+        open_drafters(self, *arguments)
+
+    def hand_out_what_is_gone(self, rank, ready):
+        if ready.batch.index == calm_lines[2]["batches"][1]["index"] and not lost:
+            ray.wait([ready.features.reference], fetch_local=False)
+            cluster.remove_node(node, allow_graceful=False)
+            lost.append(ready.batch.index)
+        return hand_out(self, rank, ready)
+
+    calm_lines = lines(calm.run_dir)
+    monkeypatch.setattr(Drafters, "__init__", open_on_the_first_node)
+    monkeypatch.setattr(Drafters, "_hand_out", hand_out_what_is_gone)
+    with ray_clusters.second_node(cluster, cpus=1) as node:
+        summary = train(settings(made, tmp_path / "lost", **changes))
+    retries = read_run(summary.run_dir).events_of("retry")
+    assert any(event["batch"] == lost[0] and event["error"].startswith("drafter-1: the features were lost") for event in retries)
+    for ours, theirs in zip(lines(summary.run_dir), calm_lines, strict=True):
+        assert [batch["sample_ids"] for batch in ours["batches"]] == [batch["sample_ids"] for batch in theirs["batches"]]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 def test_drafters_share_each_step_in_batches_of_like_size(made, tmp_path):

@@ -4,15 +4,10 @@ Run alone: python -m pytest tests/test_optimizer.py
 """
 
 import math
-import tempfile
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from dflash_nb.pipeline.optimizer import KINDS, make_optimizer, update
@@ -130,34 +125,3 @@ def test_muon_moves_every_direction_of_a_matrix_alike_and_as_far_as_adamw():
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ValueError, match="optimizer 'sgd' is not known; choose one of muon, adamw"):
         make_optimizer(nn.Linear(2, 2), "sgd", 1e-3, (0.9, 0.95), 0.0)
-
-
-def _rank(rank, store, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    def reduce(tensors):
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-
-    module, optimizer = make_small("muon")
-    for step in range(6):
-        weight = 0.0
-        if rank == 0 or step % 2:  # rank 1 has no anchors in every other step
-            module(torch.ones(3, 4) * (step + 1)).sum().backward()
-            weight = 3.0
-        update(optimizer, weight, 1e-2, max_norm=1.0, reduce=reduce)
-    torch.save({"weights": weights(module), "steps": optimizer.state[module[0].bias]["step"].item()}, f"{out}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_drafters_stay_in_step_when_one_has_no_anchors():
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        processes = mp.spawn(_rank, (f"{folder}/store", folder), nprocs=2, join=False)
-        while not processes.join(timeout=1):
-            assert time.monotonic() - started < 30, "a drafter waits for the other"
-        first, second = (torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert first["steps"] == second["steps"] == 6
-    assert torch.equal(first["weights"], second["weights"])

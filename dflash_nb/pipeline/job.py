@@ -7,7 +7,7 @@ sample, about 10 s for 902,087 rows (most of it the scan for token ids that the 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,8 @@ def _placement(config: TrainConfig) -> Placement:
     """With engine ray the workers' devices are Ray's choice; the drafter's device stands for their kind."""
     if config.engine == "local":
         return place(config.device, *config.workers)
-    import_module("dflash_nb.pipeline.ray")  # says what to install
+    if find_spec("ray") is None:
+        raise ImportError("engine ray needs the package ray: pip install 'dflash-nb[ray]', or use engine local")
     targets, drafters = config.workers
     if config.accumulation % drafters:
         raise ValueError(

@@ -163,11 +163,12 @@ class LocalPool:
         works: Mapping[str, Callable[[Any], Any]],
         stop: threading.Event | None = None,
         open: Callable[[str], None] = lambda name: None,
+        news: deque[str] | None = None,
     ):
         if not works:
             raise ValueError("a pool needs at least one worker")
         self.stop = stop or threading.Event()
-        self.news: deque[str] = deque()
+        self.news: deque[str] = deque() if news is None else news
         self._started = time.monotonic()
         self._done = dict.fromkeys(works, (0, 0.0))
         self._works = dict(works)

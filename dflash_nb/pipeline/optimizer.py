@@ -10,7 +10,6 @@ and is an update like any other: the schedule and every other drafter stay in st
 be bf16 under autocast): in bf16 an update of 1e-6 is lost.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,23 +73,12 @@ def make_optimizer(module: nn.Module, kind: str, learning_rate: float, betas: tu
     return DrafterOptimizer(tuple(parts))
 
 
-def update(
-    optimizer: DrafterOptimizer,
-    weight: float,
-    learning_rate: float,
-    max_norm: float = 0.0,
-    reduce: Callable[[list[Tensor]], None] | None = None,
-) -> Update:
+def update(optimizer: DrafterOptimizer, weight: float, learning_rate: float, max_norm: float = 0.0) -> Update:
     """Divide the summed gradients by ``weight``, clip to ``max_norm`` (0: never), step at ``learning_rate`` and zero the gradients.
 
-    ``reduce`` sums tensors in place over all drafters; every drafter calls it once a step, whatever its batches held.
     Raises FloatingPointError on a gradient that is not finite, before any weight has changed.
     """
     gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    if reduce is not None:
-        total = torch.tensor([weight], dtype=torch.float64)
-        reduce([*gradients, total])
-        weight = total.item()
     divisor = weight if weight > 0 else 1.0
     norm = torch.nn.utils.get_total_norm(gradients).item() / divisor
     if not norm < float("inf"):

@@ -7,48 +7,52 @@ node has room (a node that joins later is used that way). One batch at a time is
 The object store is not a second queue: the window reserves the bytes of every batch before it is handed out, and a cluster whose store
 cannot hold them is refused at the start. A batch is copied out of the store as it arrives. Ray would write what does not fit to disk
 without a word, so the bytes that it wrote are looked up every ten seconds and reported.
+
+Between GPUs, where the package nixl is installed, a batch stays on the GPU that computed it until the drafter takes it from there, past
+both hosts' memory: Ray's tensor transport. NIXL and not NCCL, because its receiver may be the notebook's process and its senders may come
+and go. The tests send through a transport of their own on CPUs, by the same calls; nothing of it has run on a GPU.
 """
 
-import logging
+import importlib.util
 import os
-import re
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from dflash_nb.data.dataset import Batch
 from dflash_nb.model.target import Features, FrozenTarget
 from dflash_nb.model.target_info import TargetInfo
-from dflash_nb.pipeline.environment import usable_cores
+from dflash_nb.pipeline.cluster import bytes_on_disk, connect, one_line
 from dflash_nb.pipeline.job import Job
 from dflash_nb.pipeline.local import LocalPool
 from dflash_nb.pipeline.window import WorkerLost
-
-try:
-    import ray
-    from ray._private import internal_api
-except ModuleNotFoundError:
-    raise ImportError("engine ray needs the package ray: pip install 'dflash-nb[ray]', or use engine local") from None
 
 LOOK_SECONDS = 0.2
 PLACE_SECONDS = 120.0  # a worker process starts in seconds; more means that no node has room for it
 DISK_SECONDS = 10.0
 SHARE_OF_STORE = 0.8  # Ray starts to write to disk when its store is fuller
 SMALLEST_STORE = 80 << 20
+GPU_TRANSPORT = "nixl"
+LOST = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, ray.exceptions.RaySystemError)
+"""What a call raises when it did not begin because an argument cannot be fetched any more."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor runs."""
+    """Where an actor runs, and whether it can send its results from device to device."""
 
     node: str
     pid: int
     device: str
+    sends: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,28 +66,32 @@ class Elsewhere:
 class Worker:
     """The actor: what ``make()`` returned, called with one batch at a time."""
 
-    def place(self) -> Place:
+    def place(self, transport: str) -> Place:
         device = f"cuda:{ray.get_gpu_ids()[0]}" if ray.get_gpu_ids() else "cpu"
-        return Place(ray.util.get_node_ip_address(), os.getpid(), device)
+        return Place(node_name(), os.getpid(), device, bool(transport) and can_receive(transport))
 
     def open(self, make: Callable[[], Callable[[Any], Any]]) -> None:
         self.work = make()
 
-    @ray.method(num_returns=2)
-    def run(self, batch: Any) -> tuple[Any, float]:
-        """The result and the seconds that it took here."""
-        started = time.perf_counter()
-        result = self.work(batch)
-        return result, time.perf_counter() - started
+    def run(self, batch: Any) -> float:
+        """Compute what ``take`` hands over; returns the seconds that it took."""
+        self.result, started = None, time.perf_counter()
+        self.result = self.work(batch)
+        return time.perf_counter() - started
+
+    def take(self, as_it_is: bool) -> Any:
+        """The result of the ``run`` before, features packed for the object store unless they go ``as_it_is``."""
+        result, self.result = self.result, None
+        return pack(result) if isinstance(result, Features) and not as_it_is else result
 
 
 def open_target(
     info: TargetInfo, layer_ids: tuple[int, ...], dtype: str, with_last_hidden: bool, packed: bool, threads: int
 ) -> Callable[[Batch], dict]:
-    """Load a target on the device that Ray gave to this process; returns the function from a batch to packed features."""
+    """Load a target on the device that Ray gave to this process; returns the function from a batch to features."""
     torch.set_num_threads(threads)
     target = FrozenTarget.load(info, layer_ids, "cuda" if ray.get_gpu_ids() else "cpu", dtype, with_last_hidden, packed)
-    return lambda batch: pack(target.features(batch))
+    return target.features
 
 
 def pack(features: Features) -> dict[str, Any]:
@@ -95,6 +103,11 @@ def pack(features: Features) -> dict[str, Any]:
             value = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
         packed[name] = value
     return packed
+
+
+def received(sent: Features | dict[str, Any]) -> Features:
+    """Features as they arrive: on their device through the tensor transport, else packed."""
+    return sent if isinstance(sent, Features) else unpack(sent)
 
 
 def unpack(packed: dict[str, Any]) -> Features:
@@ -112,8 +125,8 @@ class RayPool:
     """A pool of ``workers`` actors, each running ``make()``'s function; see ``window.Pool``.
 
     ``receive(batch, reference, seconds)`` makes what the future holds of the result's reference and of the seconds that waiting and
-    calling took. ``resources`` are Ray's options of one actor. Returns when the first worker is up; what kept the last one from starting
-    is raised when none is.
+    calling took. ``options`` are Ray's for one actor. ``transport`` names the tensor transport for results of workers that have it, empty
+    for the object store. Returns when the first worker is up; what kept the last one from starting is raised when none is.
     """
 
     def __init__(
@@ -121,20 +134,23 @@ class RayPool:
         make: Callable[[], Callable[[Any], Any]],
         workers: int,
         receive: Callable[[Any, Any, float], Any],
-        resources: dict[str, float],
+        options: dict[str, Any],
         leave: Callable[[], None] = lambda: None,
+        transport: str = "",
     ):
         self.places: dict[str, Place] = {}
+        self.stop, self.news, self.transport = threading.Event(), deque[str](), transport
         self._make, self._receive, self._leave = make, receive, leave
-        self._actor = ray.remote(Worker).options(max_restarts=0, max_task_retries=0, **resources)
-        self._resources = ", ".join(f"{count:g} {name.removeprefix('num_').upper()}" for name, count in resources.items() if count)
+        self._actor = ray.remote(**options)(Worker)
+        asked = {name.removeprefix("num_").upper(): count for name, count in options.items() if name.startswith("num_") and count}
+        self._resources = ", ".join(f"{count:g} {name}" for name, count in asked.items())
         self._actors: dict[str, Any] = {}
-        self._on_disk, self._looked = 0, time.monotonic()
+        self._on_disk, self._looked = bytes_on_disk(), time.monotonic()
         self._names = [f"target-{k}" for k in range(workers)]
-        self._pool = LocalPool({name: partial(self._run, name) for name in self._names}, open=self._open)
-        self.stop, self.news, self.submit = self._pool.stop, self._pool.news, self._pool.submit
+        # Its threads begin at once: everything that they use is there already.
+        self._pool = LocalPool({name: partial(self._run, name) for name in self._names}, self.stop, self._open, self.news)
+        self.submit = self._pool.submit
         try:
-            self._on_disk = bytes_on_disk()
             self._pool.wait_until_open()
         except BaseException:
             self.close()
@@ -165,7 +181,7 @@ class RayPool:
         self.places.pop(name, None)
         actor = self._actors[name] = self._actor.remote()
         try:
-            asked, reference = time.monotonic(), actor.place.remote()
+            asked, reference = time.monotonic(), actor.place.remote(self.transport)
             while not self._done(reference):
                 if not self.places and time.monotonic() - asked > PLACE_SECONDS:
                     raise RuntimeError(
@@ -185,18 +201,20 @@ class RayPool:
 
     def _run(self, name: str, batch: Any) -> Any:
         started = time.perf_counter()
-        result, busy = self._actors[name].run.remote(batch)
-        while not self._done(busy):
+        actor, direct = self._actors[name], self.places[name].sends
+        busy = actor.run.remote(batch)
+        result = actor.take.options(**({"tensor_transport": self.transport} if direct else {})).remote(direct)
+        while not self._done(result):
             pass
         way_seconds = time.perf_counter() - started - get(busy)
         self._look_at_disk()
         return self._receive(batch, result, way_seconds)
 
     def _done(self, reference: Any) -> bool:
-        """Whether the result is there, after waiting a little for it; InterruptedError when the pool is closing."""
+        """Whether the result is somewhere, after waiting a little for it; InterruptedError when the pool is closing."""
         if self.stop.is_set():
             raise InterruptedError("the run is ending")
-        return bool(ray.wait([reference], timeout=LOOK_SECONDS)[0])
+        return bool(ray.wait([reference], timeout=LOOK_SECONDS, fetch_local=False)[0])
 
     def _look_at_disk(self) -> None:
         if time.monotonic() - self._looked > DISK_SECONDS:
@@ -218,37 +236,47 @@ def get(reference: Any) -> Any:
         cause.add_note(str(error))
         raise cause from None
     except ray.exceptions.RayError as error:
-        raise WorkerLost(f"{type(error).__name__}: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    """Ray's errors are pages: the line that names an original error, else the first two lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
-    return named[-1] if named else " ".join(lines[:2])
+        raise WorkerLost(f"{type(error).__name__}: {one_line(error)}") from error
 
 
 def target_features(reference: Any, way_seconds: float, device: torch.device) -> Features:
     """The features behind ``reference`` on the drafter's device; the way is part of the transfer."""
     started = time.perf_counter()
-    features = unpack(get(reference)).to(device)
+    features = received(get(reference)).to(device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     features.seconds["transfer"] += way_seconds + time.perf_counter() - started
     return features
 
 
-def actor_resources(device: torch.device, threads: int) -> dict[str, float]:
-    """Ray's options of an actor on a device of this kind."""
-    return {"num_cpus": 1, "num_gpus": 1} if device.type == "cuda" else {"num_cpus": threads}
+def actor_options(device: torch.device, threads: int, transport: str = "") -> dict[str, Any]:
+    """Ray's options of an actor on a device of this kind: it is not restarted by Ray, and no call is repeated by Ray."""
+    resources = {"num_cpus": 1, "num_gpus": 1} if device.type == "cuda" else {"num_cpus": threads}
+    return {"max_restarts": 0, "max_task_retries": 0, "enable_tensor_transport": bool(transport), **resources}
+
+
+def node_name() -> str:
+    """Address and number of the node that this process runs on; a machine may hold several."""
+    return f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:6]}"
+
+
+def tensor_transport(device: torch.device) -> str:
+    """How features get to a drafter on ``device``, whose kind is also the target workers': empty for the object store."""
+    return GPU_TRANSPORT if device.type == "cuda" and can_receive(GPU_TRANSPORT) else ""
+
+
+def can_receive(transport: str) -> bool:
+    """Whether this process has the package of a tensor transport; the object store, named by nothing, is always there."""
+    return not transport or importlib.util.find_spec(transport) is not None
 
 
 def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
     """Join or start the cluster of ``job`` and open its target workers. ``largest_bytes`` is what the largest batch's features take."""
     config, device = job.config, job.placement.drafter
     workers, drafters = config.workers
-    resources = actor_resources(device, threads)
-    leave = connect(config.ray_address, workers + drafters - 1, resources, needed_store(config.q_hs_mb << 20, largest_bytes))
+    transport = tensor_transport(device)
+    options = actor_options(device, threads, transport)
+    leave = connect(config.ray_address, workers + drafters - 1, options, needed_store(config.q_hs_mb << 20, largest_bytes, drafters))
     kl, packed = config.objective == "kl", config.strategy == "packed"
     make = partial(open_target, job.info, job.drafter.target_layer_ids, config.dtype, kl, packed, threads)
 
@@ -257,66 +285,11 @@ def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
             return Elsewhere(reference, way_seconds)
         return target_features(reference, way_seconds, device)
 
-    return RayPool(make, workers, receive, resources, leave)
+    return RayPool(make, workers, receive, options, leave, transport)
 
 
-def needed_store(waiting_bytes: int, largest_bytes: int) -> int:
-    """Bytes of an object store that holds the window and the batch that leaves it, without coming near the share that Ray spills at."""
-    return max(SMALLEST_STORE, int((max(waiting_bytes, largest_bytes) + largest_bytes) / SHARE_OF_STORE) + (16 << 20))
-
-
-def connect(address: str, workers: int, resources: dict[str, float], store_bytes: int) -> Callable[[], None]:
-    """Join the cluster at ``address``, or without one start a cluster of this machine. Returns what leaves it again.
-
-    A cluster that was there before stays. Raises ValueError when it has no room for the workers or the bytes.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    joined = ray.is_initialized()
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if joined:
-            pass
-        elif address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            cpus, gpus = (resources.get(name, 0) * workers for name in ("num_cpus", "num_gpus"))
-            ray.init("local", num_cpus=max(usable_cores(), int(cpus)), num_gpus=int(gpus), object_store_memory=store_bytes, **quiet)
-    except Exception as error:
-        where = f"the Ray cluster at {address!r} cannot be joined" if address else "no Ray cluster could be started on this machine"
-        raise ValueError(f"{where}: {_one_line(error)} Start Ray there and name its address, or use engine local.") from error
-    leave = (lambda: None) if joined else ray.shutdown
-    try:
-        check_room(ray.nodes(), workers, resources, store_bytes)
-    except BaseException:
-        leave()
-        raise
-    return leave
-
-
-def check_room(nodes: list[dict[str, Any]], workers: int, resources: dict[str, float], store_bytes: int) -> None:
-    """Refuse a cluster that has no room for ``workers`` actors, or a node whose object store is smaller than ``store_bytes``."""
-    alive = [node for node in nodes if node["Alive"]]
-    names = {name: {"num_cpus": "CPU", "num_gpus": "GPU"}[name] for name, count in resources.items() if count}
-    room = sum(min(int(node["Resources"].get(ours, 0) // resources[name]) for name, ours in names.items()) for node in alive)
-    if room < workers:
-        each = " and ".join(f"{resources[name]:g} {ours}" for name, ours in names.items())
-        raise ValueError(
-            f"the Ray cluster has room for {room} actors ({each} each, {len(alive)} nodes), topology needs {workers}: "
-            "use a smaller topology or add nodes"
-        )
-    for node in alive:
-        if 0 < (store := node["Resources"].get("object_store_memory", 0)) < store_bytes:
-            raise ValueError(
-                f"the object store of Ray node {node['NodeManagerAddress']} holds {store / 2**20:,.0f} MiB, {store_bytes / 2**20:,.0f} are "
-                f"needed: lower q_hs_mb, or start the node with --object-store-memory {store_bytes}"
-            )
-
-
-def bytes_on_disk() -> int:
-    """Bytes that the cluster's object stores have written to disk so far, spilled or allocated there; 0 when no node answers."""
-    try:
-        stats = internal_api.get_memory_info_reply(internal_api.get_state_from_address(None)).store_stats
-    except Exception:  # a node may die while it is asked, and no answer is worth a run
-        return 0
-    return stats.spilled_bytes_total + stats.object_store_bytes_fallback
+def needed_store(waiting_bytes: int, largest_bytes: int, drafters: int = 1) -> int:
+    """Bytes of an object store that holds the window, the batch that leaves it and two for each other drafter, without coming near the
+    share that Ray spills at."""
+    leaving = (2 * drafters - 1) * largest_bytes
+    return max(SMALLEST_STORE, int((max(waiting_bytes, largest_bytes) + leaving) / SHARE_OF_STORE) + (16 << 20))

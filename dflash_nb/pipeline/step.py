@@ -5,7 +5,7 @@ is a plain number. Measuring costs about 0.1 ms a step: eight clock readings a b
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,23 +78,14 @@ def accumulate(window: Iterator[Ready], count: int, drafter: DFlashDrafter, head
     return total
 
 
-def finish_step(
-    total: Accumulated,
-    optimizer: DrafterOptimizer,
-    learning_rate: float,
-    grad_clip: float,
-    own_weight: float | None = None,
-    reduce: Callable[[list[torch.Tensor]], None] | None = None,
-) -> dict[str, Any]:
+def finish_step(total: Accumulated, optimizer: DrafterOptimizer, learning_rate: float, grad_clip: float) -> dict[str, Any]:
     """Update the weights once. Returns the step's log record without its number and the queues.
-
-    With several drafters ``total`` is over all of them, ``own_weight`` this one's part of its weight and ``reduce`` as in ``update``.
 
     Raises FloatingPointError with sample ids when the gradient is not finite; no weight has changed then.
     """
     before = time.perf_counter()
     try:
-        done = update(optimizer, total.weight if own_weight is None else own_weight, learning_rate, grad_clip, reduce)
+        done = update(optimizer, total.weight, learning_rate, grad_clip)
     except FloatingPointError as error:
         ids = [sample_id for batch in total.batches for sample_id in batch["sample_ids"]]
         raise FloatingPointError(

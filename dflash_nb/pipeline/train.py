@@ -203,7 +203,7 @@ class _Run:
             if self.drafters is None:
                 finish = partial(finish_step, accumulate(self.window, count, self.drafter, self.head, self.settings))
             else:
-                finish = partial(self.drafters.finish_step, *self.drafters.accumulate(self.window, count))
+                finish = partial(self.drafters.finish_step, self.drafters.accumulate(self.window, count))
             with self.hold:
                 record = finish(self.optimizer, rate, clip)
                 record = self.log.step({"step": self.step + 1, **record, **self._queues()})

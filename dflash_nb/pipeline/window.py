@@ -70,12 +70,14 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch with its features, as the drafter takes it. Seconds are wall time; ``wait_seconds`` is the drafter's idle time for it."""
+    """A batch with its features, as the drafter takes it. Seconds are wall time; ``wait_seconds`` is the drafter's idle time for it.
+    ``failures`` are those of the runs before."""
 
     batch: Any
     features: Any
     fetch_seconds: float
     wait_seconds: float
+    failures: tuple[WorkerFailure, ...] = ()
 
 
 @dataclass
@@ -157,7 +159,16 @@ class Window:
         self._reserved -= entry.reserved
         features = entry.future.result()
         self._fill()
-        return Ready(entry.batch, features, entry.fetch_seconds, time.perf_counter() - started)
+        return Ready(entry.batch, features, entry.fetch_seconds, time.perf_counter() - started, tuple(entry.failures))
+
+    def again(self, ready: Ready, failure: WorkerFailure) -> Ready:
+        """A batch that was taken, computed once more because its features are lost; its tries before count."""
+        future: Future = Future()
+        future.set_exception(failure)
+        size = self._size_of(ready.batch)
+        self._entries.appendleft(_Entry(ready.batch, ready.fetch_seconds, size, future, list(ready.failures)))
+        self._reserved += size
+        return next(self)
 
     def close(self) -> None:
         """Drop what waits and cancel what is queued. A caller that waits in another thread gets an error."""

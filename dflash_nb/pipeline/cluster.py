@@ -1,0 +1,139 @@
+"""The Ray cluster of a run: joined where one is named, else started on this machine and ended with the run.
+
+Starting takes 6 s and nine processes on two idle cores. On a busy machine it may fail: a node ends itself when its own agents are late, and
+Ray gives up after 30 s, leaving the rest of the processes. They are ended here, and the start is tried again, three times in all.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import internal_api
+
+from dflash_nb.pipeline.environment import usable_cores
+
+START_TRIES = 3
+AGENT_SECONDS = 28  # a node waits so long for its agents instead of 15 s; Ray waits 30 s for the node
+
+
+def connect(address: str, workers: int, options: dict[str, Any], store_bytes: int) -> Callable[[], None]:
+    """Join the cluster at ``address``, or without one start a cluster of this machine. Returns what leaves it again.
+
+    A cluster that was there before stays. ``options`` are Ray's for one actor. Raises ValueError when the cluster cannot be had or has no
+    room for ``workers`` actors or ``store_bytes``.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    resources = {name: options[name] for name in ("num_cpus", "num_gpus") if options.get(name)}
+    joined = ray.is_initialized()
+    if not joined and address:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            problem = one_line(error)
+            raise ValueError(
+                f"the Ray cluster at {address!r} cannot be joined: {problem} Start Ray there and name its address, or use engine local."
+            ) from error
+    elif not joined:
+        cpus, gpus = (int(resources.get(name, 0) * workers) for name in ("num_cpus", "num_gpus"))
+        start(max(usable_cores(), cpus), gpus, store_bytes)
+    leave = (lambda: None) if joined else ray.shutdown
+    try:
+        check_room(ray.nodes(), workers, resources, store_bytes)
+    except BaseException:
+        leave()
+        raise
+    return leave
+
+
+def start(cpus: int, gpus: int, store_bytes: int) -> None:
+    """Start a cluster on this machine and join it. Raises ValueError, and leaves no process, when it does not come up in time."""
+    os.environ.setdefault("RAY_agent_register_timeout_ms", str(1000 * AGENT_SECONDS))
+    problem = ""
+    for _ in range(START_TRIES):
+        before = processes()
+        try:
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                object_store_memory=store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except BaseException as error:
+            ray.shutdown()
+            end(before)
+            if not isinstance(error, Exception):
+                raise
+            problem = one_line(error)
+    raise ValueError(
+        f"no Ray cluster could be started on this machine in {START_TRIES} tries: {problem} Try again when the machine is less busy, "
+        "start Ray yourself and name its address, or use engine local."
+    )
+
+
+def processes() -> set[psutil.Process]:
+    """Ray's processes that descend from this one."""
+    home, found = str(Path(ray.__file__).parent), set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = process.cmdline()
+        except psutil.Error:  # it has ended since
+            continue
+        if any(home in part or part.startswith("ray::") for part in command):
+            found.add(process)
+    return found
+
+
+def end(before: Collection[psutil.Process]) -> None:
+    """Kill those of Ray's processes that have been started since ``before``."""
+    started = processes() - set(before)
+    for process in started:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(started, timeout=10)
+
+
+def check_room(nodes: list[dict[str, Any]], workers: int, resources: dict[str, float], store_bytes: int) -> None:
+    """Refuse a cluster that has no room for ``workers`` actors, or a node whose object store is smaller than ``store_bytes``."""
+    alive = [node for node in nodes if node["Alive"]]
+    names = {name: {"num_cpus": "CPU", "num_gpus": "GPU"}[name] for name, count in resources.items() if count}
+    room = sum(min(int(node["Resources"].get(ours, 0) // resources[name]) for name, ours in names.items()) for node in alive)
+    if room < workers:
+        each = " and ".join(f"{resources[name]:g} {ours}" for name, ours in names.items())
+        raise ValueError(
+            f"the Ray cluster has room for {room} actors ({each} each, {len(alive)} nodes), topology needs {workers}: "
+            "use a smaller topology or add nodes"
+        )
+    for node in alive:
+        if 0 < (store := node["Resources"].get("object_store_memory", 0)) < store_bytes:
+            raise ValueError(
+                f"the object store of Ray node {node['NodeManagerAddress']} holds {store / 2**20:,.0f} MiB, {store_bytes / 2**20:,.0f} are "
+                f"needed: lower q_hs_mb, or start the node with --object-store-memory {store_bytes}"
+            )
+
+
+def bytes_on_disk() -> int:
+    """Bytes that the cluster's object stores have written to disk so far, spilled or allocated there; 0 when no node answers."""
+    try:
+        stats = internal_api.get_memory_info_reply(internal_api.get_state_from_address(None)).store_stats
+    except Exception:  # a node may die while it is asked, and no answer is worth a run
+        return 0
+    return stats.spilled_bytes_total + stats.object_store_bytes_fallback
+
+
+def one_line(error: BaseException) -> str:
+    """Ray's errors are pages: the line that names an original error, else the first two lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
+    return named[-1] if named else " ".join(lines[:2])
