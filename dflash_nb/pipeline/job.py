@@ -147,7 +147,7 @@ def prepare_job(config: TrainConfig) -> Job:
 
     Raises the error of the room that found the problem (DatasetError, TargetError, BucketError, PlanError, ValueError); nothing is written.
     """
-    placement = _placement(config)
+    placement = placement_of(config)
     info = read_target_info(config.target, config.mask_token_id)
     if config.strategy == "packed":
         require_packable(info)
@@ -210,8 +210,8 @@ def prepare_job(config: TrainConfig) -> Job:
     )
 
 
-def _placement(config: TrainConfig) -> Placement:
-    """With engine ray the workers' devices are Ray's choice; the drafter's device stands for their kind."""
+def placement_of(config: TrainConfig) -> Placement:
+    """The devices of a run. With engine ray the workers' devices are Ray's choice; the drafter's device stands for their kind."""
     if config.engine == "local":
         return place(config.device, *config.workers)
     if find_spec("ray") is None:

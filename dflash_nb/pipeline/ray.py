@@ -273,10 +273,8 @@ def can_receive(transport: str) -> bool:
 def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
     """Join or start the cluster of ``job`` and open its target workers. ``largest_bytes`` is what the largest batch's features take."""
     config, device = job.config, job.placement.drafter
-    workers, drafters = config.workers
     transport = tensor_transport(device)
-    options = actor_options(device, threads, transport)
-    leave = connect(config.ray_address, workers + drafters - 1, options, needed_store(config.q_hs_mb << 20, largest_bytes, drafters))
+    leave = join(job, threads, largest_bytes)
     kl, packed = config.objective == "kl", config.strategy == "packed"
     make = partial(open_target, job.info, job.drafter.target_layer_ids, config.dtype, kl, packed, threads)
 
@@ -285,7 +283,15 @@ def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
             return Elsewhere(reference, way_seconds)
         return target_features(reference, way_seconds, device)
 
-    return RayPool(make, workers, receive, options, leave, transport)
+    return RayPool(make, config.workers[0], receive, actor_options(device, threads, transport), leave, transport)
+
+
+def join(job: Job, threads: int, largest_bytes: int) -> Callable[[], None]:
+    """Join or start the cluster of ``job``; returns what leaves it. Raises ValueError where it has no room for its actors or features."""
+    config = job.config
+    targets, drafters = config.workers
+    store_bytes = needed_store(config.q_hs_mb << 20, largest_bytes, drafters)
+    return connect(config.ray_address, targets + drafters - 1, actor_options(job.placement.drafter, threads), store_bytes)
 
 
 def needed_store(waiting_bytes: int, largest_bytes: int, drafters: int = 1) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_nb.analysis.doctor import data, drafting, environment, features, learning
+from dflash_nb.analysis.doctor import cluster, data, drafting, environment, features, learning
 from dflash_nb.analysis.doctor.check import Check, DoctorError, Examination, Level, explained
 from dflash_nb.data.dataset import Batch, TokenDataset, dataset_path
 from dflash_nb.model.drafter import DFlashDrafter
@@ -23,8 +23,8 @@ from dflash_nb.model.initialise import scale_to_head
 from dflash_nb.model.target import Features, FrozenTarget, TargetHead
 from dflash_nb.model.target_info import GROWING_LAYERS, TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.job import Job, prepare_job
-from dflash_nb.pipeline.local import Placement, load_targets, place
+from dflash_nb.pipeline.job import Job, placement_of, prepare_job
+from dflash_nb.pipeline.local import Placement, bytes_per_token, load_targets
 from dflash_nb.pipeline.memory import predict_job
 
 __all__ = ["Check", "DoctorError", "Examination", "Level", "examine"]
@@ -54,7 +54,7 @@ def examine(config: TrainConfig) -> Examination:
 
 def _examine_inputs(config: TrainConfig, checks: list[Check]) -> Job | None:
     """Machine, data and target's files. Returns the job if there was no STOP."""
-    placement = _attempt(checks, "device", place, config.device, *config.workers)
+    placement = _attempt(checks, "device", placement_of, config)
     info = _attempt(checks, "target", read_target_info, config.target)
     splits = _attempt(checks, "dataset", _open_splits, config)
     on_gpu = placement is not None and any(device.type == "cuda" for device in (*placement.targets, placement.drafter))
@@ -99,6 +99,8 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
     if loaded is None:
         return
     target = loaded[0]
+    if job.config.engine == "ray":
+        checks.append(cluster.cluster(job, bytes_per_token(target)))
     head = target.head(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(job.config.seed)
