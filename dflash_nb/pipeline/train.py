@@ -79,7 +79,8 @@ def _torch_state(threads: int, seed: int, device: torch.device) -> Iterator[None
 @contextmanager
 def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | None]]:
     """The log of a new or a resumed run, and the checkpoint to start from: its path and state."""
-    config, broken = job.config, []
+    config = job.config
+    broken: list[CheckpointError | str] = []
     environment = {
         "devices": {
             "targets": [str(device) for device in job.placement.targets],
@@ -164,8 +165,8 @@ class _Run:
         self.job, self.config, self.log, self.hold = job, job.config, log, hold
         self.step = self.saved_step = 0
         self.checkpoint: Path | None = None
-        self.pool: Pool | None = None
-        self.window: Window | None = None
+        self.pool: Pool = None  # type: ignore[assignment]  # as the window, from prepare to close
+        self.window: Window = None  # type: ignore[assignment]
         self.drafters: Any = None  # with more than one drafter, drafters.Drafters
         self.tracker = Tracker(self.config.tracker, log.folder, asdict(self.config), lambda text: _warn(log, text))
         self.started = self.saved_at = time.monotonic()
