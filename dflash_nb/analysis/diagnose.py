@@ -117,7 +117,7 @@ def sentences(diagnosis: Diagnosis) -> tuple[str, str]:
         again = "start a longer run" if log.run.status == "finished" else f"read it again after {EARLY} steps"
         nothing = f"nothing is wrong in {plural(len(log), 'step')}, which says little: a verdict needs {EARLY} steps."
         return nothing, f"{again[0].upper()}{again[1:]}."
-    if diagnosis.verdict != "HEALTHY":
+    if main is not None and diagnosis.alarm:
         return f"{_lower(main.text)}.", f"{main.advice}."
     found = (diagnosis.of(kind) for kind in EXPLAIN)
     notes = [_lower(finding.text) for finding in found if finding is not None]

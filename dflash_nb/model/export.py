@@ -8,6 +8,7 @@ of 1e6) without an error.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -130,7 +131,7 @@ def drafter_config(written: dict, source: str) -> DrafterConfig:
     """The DrafterConfig that a ``config.json`` describes; values in ``dflash_config`` count before those at the top level."""
     dflash = written.get("dflash_config") or {}
 
-    def get(key: str) -> object:
+    def get(key: str) -> Any:
         value = dflash.get(key, written.get(key))
         if value is None:
             raise ExportError(f"{source} has no {key}, which every drafter must state. Take its whole published config.json.")

@@ -52,12 +52,6 @@ class NotebookConfig(Parameters):
         unchanged = {each.name: each.default for each in fields(self) if each.name not in self.changed}
         return [("changed", _spelled(self.changed) or "nothing"), ("defaults", _spelled(unchanged) or "none")]
 
-    def cuts_note(self, **wanted: Any) -> str:
-        """For ``buckets`` from a file: what it was made for that is not as ``wanted``, and what to do; else empty."""
-        path = read_spec(self.buckets).path
-        unlike = BucketPlan.load(path).unlike(**wanted) if path else []
-        return f"{path} was made for {'; '.join(unlike)}. Make it again with notebook 01, or go on if that is meant" if unlike else ""
-
     def describe(self) -> str:
         """What will be used, as plain lines: absolute paths, what was changed from the defaults, the defaults, versions, commit.
 
@@ -78,6 +72,13 @@ def _cut_problems(spec: str) -> Iterable[str]:
         read_spec(spec)
     except (BucketError, NotFoundError) as problem:
         yield str(problem)
+
+
+def _cuts_note(spec: str, **wanted: Any) -> str:
+    """For cuts from a file: what it was made for that is not as ``wanted``, and what to do; else empty."""
+    path = read_spec(spec).path
+    unlike = BucketPlan.load(path).unlike(**wanted) if path else []
+    return f"{path} was made for {'; '.join(unlike)}. Make it again with notebook 01, or go on if that is meant" if unlike else ""
 
 
 def _digits(text: str) -> bool:
@@ -233,8 +234,12 @@ class TrainConfig(NotebookConfig):
         if asked.typed and not self.resume:
             longest = read_histogram(self.dataset).max
             check_reach(asked.edges, min(longest, self.max_length or longest))
-        note = "" if self.resume else self.cuts_note(dataset=self.dataset, **self.limits)
-        return super().settings() + ([("beware", note)] if note else [])
+        return super().settings() + ([("beware", self.cuts_note)] if self.cuts_note else [])
+
+    @property
+    def cuts_note(self) -> str:
+        """What a file of cuts was made for that this run is not, and what to do; empty where all is as it should be."""
+        return "" if self.resume else _cuts_note(self.buckets, dataset=self.dataset, **self.limits)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -266,7 +271,7 @@ class TrainConfig(NotebookConfig):
                 f"resume: {self.resume} was started with other settings. A resumed run keeps its own; leave out {'; '.join(refused)}, "
                 "or start a new run"
             )
-        return replace(saved, **changed)
+        return replace(self, **{each.name: getattr(saved, each.name) for each in fields(saved)} | changed)
 
 
 def saved_config(folder: Path) -> TrainConfig:
@@ -312,7 +317,7 @@ class PlanningConfig(NotebookConfig):
         return {"dataset": self.dataset, "column": self.column}
 
     def settings(self) -> list[tuple[str, str]]:
-        note = self.cuts_note(**self.made_for, **self.limits) if hasattr(self, "buckets") else ""
+        note = _cuts_note(getattr(self, "buckets", "auto"), **self.made_for, **self.limits)
         return super().settings() + ([("beware", note)] if note else [])
 
     @property

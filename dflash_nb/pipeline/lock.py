@@ -17,7 +17,7 @@ NAME = ".lock"
 PATIENCE_S = 2.0
 
 
-def lock(folder: Path) -> int | None:
+def lock(folder: Path) -> int:
     """Take the folder's lock until the returned descriptor is closed or the process ends. Raises BlockingIOError when it is taken.
 
     A reader holds it for microseconds to look, so a taken lock is tried again for two seconds.

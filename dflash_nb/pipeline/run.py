@@ -118,7 +118,7 @@ class Run:
 
     def refresh(self) -> int:
         """Read what was added since. Returns the number of new steps; everything is read again after a resume cut the log back."""
-        if self._step_tail is None:
+        if self._step_tail is None or self._event_tail is None or self._columns is None:
             return 0
         self.live = is_locked(self.folder)
         for name in ("summary", "buckets", "plan"):
@@ -268,7 +268,8 @@ class _Growing:
     """Columns of one length in arrays with room to spare."""
 
     def __init__(self) -> None:
-        self.count, self.arrays = 0, {}
+        self.count = 0
+        self.arrays: dict[str, np.ndarray] = {}
 
     def extend(self, part: Mapping[str, np.ndarray], share: float) -> None:
         added = len(next(iter(part.values())))
@@ -300,7 +301,7 @@ def _one(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
 
 
 def _flat(columns: Mapping[str, pa.Array]) -> dict[str, np.ndarray]:
-    flat = {}
+    flat: dict[str, np.ndarray] = {}
     for name, column in columns.items():
         if pa.types.is_struct(column.type):
             flat |= {f"{name}_{stage}": part for stage, part in zip(STAGES, map(_numbers, column.flatten()), strict=True)}

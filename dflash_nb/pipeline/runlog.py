@@ -103,7 +103,7 @@ class RunLog:
         descriptor = _locked(folder)
         try:
             with home.room_for(folder, "run it again"), (folder / "config.json").open("x", encoding="utf-8") as file:
-                json.dump(asdict(config) if is_dataclass(config) else dict(config), file, indent=2)
+                json.dump(asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config), file, indent=2)
         except FileExistsError:
             os.close(descriptor)
             raise RunError(f"{folder} already holds a run; continue it with -p resume {folder}, or choose another folder") from None
@@ -297,7 +297,9 @@ def _cut_half_line(path: Path) -> None:
 
 def _find_step(path: Path, step: int) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
     """Where the lines after ``step`` begin, those lines, and the last line that stays."""
-    offset, dropped, last = 0, [], {}
+    offset = 0
+    dropped: list[dict[str, Any]] = []
+    last: dict[str, Any] = {}
     if path.is_file():
         with path.open("rb") as file:
             for raw in file:

@@ -141,11 +141,11 @@ def _fastest(
         chosen, why = cheapest(partial(cost.batch_seconds, stage=stage), cost.shape_seconds(stage))
         seconds = _stage_seconds(histogram, chosen.boundaries, limits, cost, model)
         found[stage] = max(seconds.values()), chosen, why | {"seconds": seconds}
-        stage = max(seconds, key=seconds.get)
+        stage = max(seconds, key=seconds.__getitem__)
     return min(found.values(), key=lambda entry: entry[0])[1:]
 
 
-def resolve_buckets(spec: Any, histogram: LengthHistogram, objective: str = "padding", cost: Any = None, **limits: int) -> BucketPlan:
+def resolve_buckets(spec: Any, histogram: LengthHistogram, objective: str = "padding", cost: Any = None, **limits: Any) -> BucketPlan:
     """The plan that a user asked for, whichever way the value came through a notebook's parameters.
 
     spec: ``auto``; ``auto:6``; ``reference``; edges as text (``512,1024``, ``[512, 1024]``), list or one number; or the path of

@@ -78,7 +78,7 @@ def _examine_inputs(config: TrainConfig, checks: list[Check]) -> Job | None:
             data.vocabulary(splits, info),
             data.mask_token(splits, info, mask),
             data.supervision(train),
-            data.cuts("" if config.resume else config.cuts_note(dataset=config.dataset, **config.limits)),
+            data.cuts(config.cuts_note),
             data.lengths(train.lengths, info.max_positions, config.max_length or config.token_budget, config.too_long),
         ]
     if _stopped(checks):
