@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from dflash_nb.data.parquet_lists import parquet_list_lengths
 from dflash_nb.data.source import DatasetError, common_schema, file_kind, find_source, read_batches
 from dflash_nb.home import asset
+from dflash_nb.progress import announced
 
 NULL = np.iinfo(np.int64).min
 LONGEST = 2**31 - 1
@@ -136,11 +137,11 @@ def read_lengths(source: str | os.PathLike[str], column: str = "seq_len") -> np.
                 f"{files[0]}: column {column!r} has type {schema.field(column).type}; lengths must be integers. "
                 "Drop or fill missing rows and cast the column to int32."
             )
-        parts = [batch.column(0) for path in files for batch in read_batches(path, [column])]
+        parts = [batch.column(0) for path in announced(files, "reading lengths, files") for batch in read_batches(path, [column])]
     elif column == "seq_len" and "input_ids" in schema.names:
         column = "input_ids"
         check_token_list(files[0], column, schema.field(column).type)
-        parts = [part for path in files for part in _list_lengths(path, column)]
+        parts = [part for path in announced(files, "counting lengths, files") for part in _list_lengths(path, column)]
     else:
         raise LengthError(f"{files[0]} has no column {column!r}. It has: {', '.join(schema.names)}. Name one with -p column.")
     return check_lengths(np.concatenate([as_int64(part) for part in parts] or [np.zeros(0, np.int64)]), str(source), column)
@@ -219,7 +220,7 @@ def as_int64(column: pa.Array) -> np.ndarray:
 
 def integers(column: pa.Array) -> np.ndarray:
     """A view on an integer column's values; ``to_numpy`` would import pandas (0.2 s). What stands at a null is undefined."""
-    dtype = np.dtype(column.type.to_pandas_dtype())
+    dtype = np.dtype(str(column.type))
     if not len(column):
         return np.zeros(0, dtype)
     return np.frombuffer(column.buffers()[1], dtype, len(column), column.offset * dtype.itemsize)

@@ -30,12 +30,12 @@ from dflash_nb.data.source import DatasetError
 from dflash_nb.data.tokenization import chat_renderer, describe_tokenizer, load_tokenizer, longest_input, special_tokens, tokenize
 from dflash_nb.data.writer import DatasetWriter, free_folder
 from dflash_nb.home import user_path, write_aside
+from dflash_nb.progress import SECONDS_BETWEEN_LINES, clock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHUNK_RECORDS = 512
-SECONDS_BETWEEN_LINES = 5.0
 WARN_UNSUPERVISED_SHARE = 0.05
 
 
@@ -157,7 +157,8 @@ def _tokenized(
         if now - said > SECONDS_BETWEEN_LINES:
             said, rate = now, counts["tokens"] / (now - started)
             print(
-                f"{done:,} of {n_records:,} records, {rate:,.0f} tokens/s, {(now - started) * (n_records / done - 1):,.0f} s to go",
+                f"preparing records: {done:,} of {n_records:,}, {rate:,.0f} tokens/s, "
+                f"ETA {clock((now - started) * (n_records / done - 1))}",
                 flush=True,
             )
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dflash_nb.planner.batches import PlannedBatch
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.fit import FEWEST_BATCHES, STAGES, Measured, fit_cost
 from dflash_nb.planner.shapes import candidate_shapes, telling_shapes
+from dflash_nb.progress import clock, ticking
 
 SHAPES = 10  # for each of target and drafter
 
@@ -46,7 +48,7 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     shapes = chosen_shapes(job)
     with Bench(job) as bench:
         planned = _planned(job.dataset, job.longest, shapes, time.monotonic() + seconds)
-        records = list(bench.records(job, planned))[WARM_UP_STEPS:]
+        records = list(ticking(bench.records(job, planned), partial(_line, seconds)))[WARM_UP_STEPS:]
     batches = [record["batches"][0] | {"blocks": record["blocks"]} for record in records]
     columns = {
         name: np.array([batch[name] for batch in batches]) for name in ("rows", "tokens", "padded_length", "padded_tokens", "blocks")
@@ -60,6 +62,10 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     belongs_to = identity(asdict(config), environment, asdict(job.info))
     how = f"{len(measured)} batches in {time.monotonic() - started:.0f} s of calibration"
     return fit_cost(measured, **about(asdict(config), belongs_to, measured, how)), measured
+
+
+def _line(seconds: float, done: int, spent: float) -> str:
+    return f"calibrating: {done:,} batches, ETA {clock(max(0.0, seconds - spent))}"
 
 
 def chosen_shapes(job: Job) -> np.ndarray:

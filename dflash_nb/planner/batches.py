@@ -19,6 +19,7 @@ from dflash_nb.planner.options import PlanError, PlanOptions
 from dflash_nb.planner.order import batch_order
 from dflash_nb.planner.ranks import RankBatches, share_batches
 from dflash_nb.planner.samples import select_samples
+from dflash_nb.progress import announced, one_work
 
 MIXED = -1
 
@@ -101,7 +102,7 @@ class BatchPlan:
         """Hash of everything that runs, equal for equal plans on every machine."""
         digest = hashlib.sha256()
         for values in (self.sample_ids, self.offsets, self.padded_lengths):
-            digest.update(np.ascontiguousarray(values, dtype="<i8"))
+            digest.update(np.ascontiguousarray(values, dtype="<i8").data)
         return digest.hexdigest()
 
 
@@ -121,11 +122,16 @@ def plan_epoch(
     out. options: the fields of ``PlanOptions`` (token_budget, max_batch, pad_multiple, order, window, too_long, ...).
     Raises PlanError, naming rows or the option, for lengths or options from which no plan can be made.
     """
-    chosen = PlanOptions(strategy=strategy, boundaries=boundaries, **options)
+    chosen = PlanOptions(strategy=strategy, boundaries=boundaries, **options)  # type: ignore[arg-type]  # it makes them a tuple
+    with one_work():
+        return _plan(lengths, n_supervised, chosen, seed, epoch)
+
+
+def _plan(lengths: np.ndarray, n_supervised: np.ndarray | None, chosen: PlanOptions, seed: int, epoch: int) -> BatchPlan:
     samples = select_samples(lengths, n_supervised, chosen)
-    longest = int(samples.lengths.max())
-    if chosen.boundaries is not None and longest >= chosen.boundaries[-1]:
-        raise PlanError(f"the longest sample has {longest} tokens; the last boundary must be above it, not {chosen.boundaries[-1]}")
+    most = int(samples.lengths.max())
+    if chosen.boundaries is not None and most >= chosen.boundaries[-1]:
+        raise PlanError(f"the longest sample has {most} tokens; the last boundary must be above it, not {chosen.boundaries[-1]}")
     composing, ordering = _generators(seed, epoch)
     composed = compose(samples, chosen, composing)
     starts, rows = composed.offsets[:-1], np.diff(composed.offsets)
@@ -140,16 +146,12 @@ def plan_epoch(
     )
 
 
-def total_batches(lengths: np.ndarray, epochs: Iterable[int] | int, **options: Any) -> list[int]:
-    """Batches of each epoch. Epochs differ by a few, so a schedule counts them all instead of multiplying the first."""
-    return [len(plan_epoch(lengths, epoch=epoch, **options)) for epoch in (range(epochs) if isinstance(epochs, int) else epochs)]
-
-
 def _generators(seed: int, epoch: int) -> tuple[np.random.Generator, np.random.Generator]:
     """One stream for what goes together and one for the order, so that both orders have the same batches."""
     if not all(isinstance(number, int | np.integer) and number >= 0 for number in (seed, epoch)):
         raise PlanError(f"seed and epoch must be whole numbers of 0 or more: seed {seed!r}, epoch {epoch!r}")
-    return tuple(np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, epoch, use]))) for use in (0, 1))
+    composing, ordering = (np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, epoch, use]))) for use in (0, 1))
+    return composing, ordering
 
 
 def _buckets(composed: Composition, longest: np.ndarray, boundaries: tuple[int, ...] | None) -> np.ndarray:
@@ -169,7 +171,7 @@ def _in_running_order(
     shift = composed.offsets[running] - offsets[:-1]
     moved = np.empty(len(composed.positions), dtype=np.int64)
     step = -(-CHUNK * len(rows) // len(moved))
-    for low in range(0, len(rows), step):
+    for low in announced(range(0, len(rows), step), "planning, putting batches in order"):
         part = slice(low, low + step)
         begin, end = offsets[low], offsets[min(low + step, len(rows))]
         source = np.arange(begin, end)

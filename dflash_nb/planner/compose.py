@@ -14,6 +14,7 @@ from dflash_nb.planner.documents import pack_documents
 from dflash_nb.planner.options import PlanOptions
 from dflash_nb.planner.packing import pack_padded
 from dflash_nb.planner.samples import Samples
+from dflash_nb.progress import announced
 
 CHUNK = 1 << 17
 COUNTED = 1 << 16
@@ -64,7 +65,7 @@ def _by_length(lengths: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def _sort_pools(lengths: np.ndarray, positions: np.ndarray, pool_size: int) -> None:
     """Sort inside pools, up and down by turns, so that a batch across the border of two pools has equal lengths too. In place."""
     step = -(-CHUNK // (2 * pool_size)) * 2 * pool_size
-    for low in range(0, len(positions), step):
+    for low in announced(range(0, len(positions), step), "planning, sorting pools"):
         part = positions[low : low + step]
         pools = part[: len(part) // pool_size * pool_size].reshape(-1, pool_size)
         rest = part[pools.size :]
@@ -95,14 +96,14 @@ def _shuffle_groups(group: np.ndarray, rng: np.random.Generator) -> tuple[np.nda
     parts = [slice(low, low + COUNTED) for low in range(0, n, COUNTED)]
     ends = np.cumsum(sum(np.bincount(group[part], minlength=groups) for part in parts))
     positions, filled = np.empty(n, dtype=np.int32), np.concatenate([[0], ends[:-1]])
-    for part in parts:
+    for part in announced(parts, "planning, grouping samples"):
         counts = np.bincount(group[part], minlength=groups)
         place = np.repeat(filled - (np.cumsum(counts) - counts), counts)
         place += np.arange(len(place))
         positions[place] = np.argsort(group[part], kind="stable") + part.start
         filled += counts
     ends = np.unique(ends[ends > 0])
-    for start, end in pairwise([0, *ends]):
+    for start, end in announced([*pairwise([0, *ends.tolist()])], "planning, shuffling groups"):
         positions[start:end] = positions[start:end][rng.permutation(end - start)]
     return positions, ends
 

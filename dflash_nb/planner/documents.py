@@ -10,6 +10,8 @@ Axes: P pools, D documents of a pool, R rows of a pool.
 
 import numpy as np
 
+from dflash_nb.progress import announced
+
 POOLS_AT_ONCE = 128
 LOWER = np.int64(0xFFFFFFFF)
 CLOSED = np.int64(1) << 61
@@ -31,7 +33,7 @@ def pack_documents(
         depth = -(-len(visit) // pools)
         step = depth * POOLS_AT_ONCE
         leftovers = []
-        for low in range(0, len(visit), step):
+        for low in announced(range(0, len(visit), step), "planning, packing documents"):
             part = visit[low : low + step]
             placed, rows, left = _fill_pools(lengths[part], depth, row_tokens, most_documents)
             documents[filled : filled + len(placed)] = part[placed]

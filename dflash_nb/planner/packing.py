@@ -9,6 +9,8 @@ from array import array
 
 import numpy as np
 
+from dflash_nb.progress import announced
+
 BLOCK = 1 << 16
 
 
@@ -23,7 +25,7 @@ def pack_padded(padded: np.ndarray, token_budget: int, most_rows: int, group_end
     groups = iter([n] if group_ends is None else np.asarray(group_ends).tolist())
     offsets = array("q", [0])
     start, group_end = 0, next(groups)
-    for low in range(0, n, BLOCK):
+    for low in announced(range(0, n, BLOCK), "planning, cutting batches"):
         fits = _rows_that_fit(padded[low : low + BLOCK + most_rows], token_budget, most_rows)[:BLOCK]
         rows, high = memoryview(fits), low + len(fits)
         while start < high:
