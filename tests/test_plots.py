@@ -1,5 +1,6 @@
 """Plots of notebooks 00-02: every finding is computed, short and odd data still draw, nothing is shown twice."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from dflash_nb.data.supervision import Supervision
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import evaluate_buckets, expected_seconds, optimize_buckets
 from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.rules import elbow
 from dflash_nb.planner.simulate import random_batch_waste, simulate, worst_batches
 
 ODD = {
@@ -61,7 +63,7 @@ def test_buckets_draw(sample):
     cost = CostModel()
     seconds = expected_seconds(histogram, plan, cost)
     assert "assumed, not measured" in buckets.stage_times(cost, seconds, plan).finding
-    measured = replace(cost, source="measured on a test", target=(9.0, 0, 0, 0))
+    measured = replace(cost, source="measured on a test", target=(9.0, 0, 0, 0, 0))
     said = buckets.stage_times(measured, expected_seconds(histogram, plan, measured), plan).finding
     assert "(measured on a test)" in said and "assumed" not in said and "the target sets the pace" in said
     points = {stage: [[1.0, 1.1], [2.0, 1.9]] for stage in ("target", "drafter")}
@@ -83,10 +85,25 @@ def test_padding_draws(sample):
     check(padding.speeds(rows, CostModel()))
 
 
+def test_titles_say_in_plain_words_what_is_seen():
+    histogram = LengthHistogram.from_lengths(np.random.default_rng(0).lognormal(5, 0.8, 3000).astype(int) + 5)
+    plan = optimize_buckets(histogram, **LIMITS)
+    rows = simulate(histogram.expand(0), ("sorted", "bucketed", "random", "packed"), (0,), boundaries=plan.boundaries, **LIMITS)
+    said = padding.strategies(rows).finding
+    assert re.match(
+        r"bucketed pads \d+\.\d % of its tokens and would take .* an epoch, random \d+\.\d % and .* \(cost model: assumed\)", said
+    )
+    drawn = buckets.elbow(elbow(histogram, (1, 2, 4, 8, 16, 32, 64, 128), **LIMITS), plan)
+    k = len(plan.rows)
+    assert re.fullmatch(rf"{k} buckets pad \d+\.\d\d % of the computed tokens; the best {k // 2} would pad \d+\.\d\d %", drawn.finding)
+    least = 1 - optimize_buckets(histogram, k, **LIMITS).efficiency
+    assert ("these also weigh mixing" in " ".join(drawn.figure.get_supxlabel().split())) == (1 - plan.efficiency > 1.001 * least)
+
+
 def test_speeds_say_assumed_or_measured_and_how_far_runs_are_off():
     row = {"seed": 0, "cost": "x", "real_tokens": 1, "fill": 1, "batches": 1, "lag1": 0, "longest_run": 1, "spread": 0, "efficiency": 1}
     rows = [row | {"strategy": "sorted", "seconds": 1.0, "tokens_per_second": 100.0, "repeated_mates": 0, "w1": 0}]
-    assert "sorted would run at 100 real tokens/s (cost model: assumed)" in padding.speeds(rows, CostModel()).finding
+    assert "sorted would be the fastest with 100 real tokens/s (cost model: assumed)" in padding.speeds(rows, CostModel()).finding
     errors = {stage: {"total": total} for stage, total in (("target", -0.02), ("drafter", 0.01), ("fetch", 9.0))}
     measured = CostModel(source="measured on a test", errors=errors)
     run = {"run": "a", "strategy": "sorted", "tokens_per_second": 125.0, "noise": 1.0}
@@ -113,7 +130,7 @@ def test_a_strategy_beaten_in_both_is_named_hollow():
     rows = [{"strategy": "pooled"} | row | good, {"strategy": "random"} | row | bad]
     assert "beats random" in padding.front(rows).finding
     rows[1] |= {"repeated_mates": 0.0, "w1": 0.0}
-    assert "beats" not in padding.front(rows).finding
+    assert "another beats" not in padding.front(rows).finding
 
 
 def test_show_displays_once_with_alternative_text():

@@ -102,7 +102,7 @@ def test_tau_comes_with_its_prompts_its_interval_and_a_warning(tmp_path):
     event = {"kind": "eval", "step": 8, "acceptance": 1.3, "tau": 1.894, "tau_low": 1.62, "tau_high": 2.2, "tau_prompts": 16}
     run.events = [{"kind": "eval", "step": 0, "acceptance": 1.0, "tau": 1.0}, {**event, "tau_repeated": 0.61}]
     text = " ".join(summarize(run, 8, True, None, None).text().split())
-    assert "1.00 untrained -> trained 1.89 (1.62 to 2.20 with 95 %, 16 held-out prompts); beware, the target repeats itself in 61%" in text
+    assert "1.00 untrained -> trained 1.89 (1.62 to 2.20 with 95 %, 16 held-out prompts); beware: the target repeats itself (61% of" in text
     run.events[1]["tau_repeated"] = 0.02
     assert "beware" not in summarize(run, 8, True, None, None).text()
     assert tau_words({"tau": 1.5, "tau_low": None, "tau_prompts": 1}) == "1.50 (1 held-out prompt)"

@@ -80,7 +80,7 @@ def test_tau_is_told_when_it_was_measured(tmp_path):
         for record in records(Recipe(steps=10)):
             log.step(record)
         log.event("eval", step=10, loss=4.0, acceptance=1.4, tau=1.62)
-    assert "tau 1.00 at step 0, 1.62 at step 10: accepted tokens a target pass" in check(training.acceptance(read_run(tmp_path)))
+    assert "tau, tokens a target pass: 1.00 at step 0, 1.62 at step 10" in check(training.acceptance(read_run(tmp_path)))
 
 
 def test_rate_and_padding_are_sums_over_sums(runs):

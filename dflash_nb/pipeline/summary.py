@@ -120,7 +120,7 @@ def repetition(share: float | None) -> str:
     """What to know of a tau whose decoded text holds this ``share`` of repeated phrases; empty where they are few or not known."""
     if share is None or share < REPETITIVE:
         return ""
-    return f"; beware, the target repeats itself in {share:.0%} of its text, which is easy to draft: on other texts tau is lower"
+    return f"; beware: the target repeats itself ({share:.0%} of its text), which is easy to draft"
 
 
 def estimate_agreement(run: Run) -> str:

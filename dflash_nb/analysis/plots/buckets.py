@@ -35,8 +35,9 @@ RULE_STYLE = {
 
 
 def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
-    """Padding against the number of buckets for the best cuts and for the field's common rules; the chosen count ringed.
+    """Padding against the number of buckets for the best cuts and for the field's common rules; the chosen cuts ringed.
 
+    The ring may lie above the curve of the best cuts, which know padding alone: ``auto`` weighs mixing too. The small print says so.
     ``rows``: from :func:`dflash_nb.planner.rules.elbow`, each with ``rule``, ``count`` and ``efficiency``.
     """
     figure, axes = new_figure()
@@ -64,17 +65,15 @@ def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
     axis.yaxis.set_minor_locator(NullLocator())
     axis.set(xlabel="number of buckets", ylabel="padding (% of padded tokens)")
     axis.legend(frameon=False, fontsize=8, title="cuts", title_fontsize=8)
-    finding = f"{k} buckets waste {percent(waste, 2)}"
-    if k > 1 and "best" in curves:
-        most = int(curves["best"][0].max())
-        counts = dict.fromkeys(min(n, most) for n in (k, max(1, k // 2)))
-        cheapest = {n: percent(float(np.interp(n, *curves["best"])), 2) for n in counts}
-        finding += "; for padding alone, " + " and ".join(f"the best {n} would waste {share}" for n, share in cheapest.items())
-    others = {rule: float(np.interp(k, *curve)) for rule, curve in curves.items() if rule != "best" and k <= curve[0].max()}
-    if others:
-        rule = min(others, key=others.get)
-        finding += f", and {k} by the best common rule ({rule}) {percent(others[rule], 2)}"
+    finding = f"{k} bucket{'s' * (k > 1)} pad{'s' * (k == 1)} {percent(waste, 2)} of the computed tokens"
+    best = curves.get("best")
+    if best is not None and k > 1:
+        half = min(k // 2, int(best[0].max()))
+        finding += f"; the best {half} would pad {percent(float(np.interp(half, *best)), 2)}"
     note = f"{name + ': ' if name else ''}budget {chosen.token_budget:,}, at most {chosen.max_batch} rows, multiple {chosen.pad_multiple}"
+    if best is not None and k <= best[0].max() and waste > 1.001 * (least := float(np.interp(k, *best))):
+        reason = "these also weigh mixing" if chosen.why.get("rule") else "these were given"
+        note = f"ring: the chosen cuts; {reason}, {k} for padding alone would reach {percent(least, 2)}. {note}"
     return finish(figure, finding, note)
 
 
@@ -103,7 +102,8 @@ def bands(lengths: LengthHistogram, plan: BucketPlan, name: str = "") -> Plot:
         f"{len(plan.rows)} buckets keep {percent(plan.efficiency)} of the computed tokens real; the worst, "
         f"[{worst.lo:,}, {worst.hi:,}), pads {percent(1 - worst.efficiency)}"
     )
-    note = f"{name + ': ' if name else ''}above each band: rows a batch and padding (% of padded tokens); n = {count(lengths.n_samples)}"
+    above = "above each band: rows a batch and padding (% of padded tokens); " if len(plan.rows) <= 12 else ""
+    note = f"{name + ': ' if name else ''}{above}n = {count(lengths.n_samples)}"
     return finish(figure, finding, note)
 
 
@@ -136,7 +136,8 @@ def price(plan: BucketPlan, name: str = "", few_batches: int = 20) -> Plot:
         finding += f"; {int(thin.sum())} of {len(x)} buckets have fewer than {few_batches} batches an epoch and mix poorly"
     else:
         finding += f"; the smallest bucket still has {batches.min():,.0f} batches an epoch"
-    return finish(figure, finding, f"{name + ': ' if name else ''}solid: real tokens, hatched: padding; numbers: batches an epoch")
+    numbers = "; numbers: batches an epoch" if len(x) <= 12 else ""
+    return finish(figure, finding, f"{name + ': ' if name else ''}solid: real tokens, hatched: padding{numbers}")
 
 
 def robustness(shifts: Sequence[dict], gaps: Sequence[dict], plan: BucketPlan, name: str = "") -> Plot:

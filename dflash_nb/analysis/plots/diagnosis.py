@@ -141,7 +141,8 @@ def adjusted(diagnosis: Diagnosis) -> Plot:
     else:
         m = parts.movement
         value, low, high = (percent(max(0.0, share), 0) for share in (m.value, m.low, m.high))
-        finding = f"{value} of the step-to-step movement is bucket mix ({low} to {high})"
+        around = f"{low} to {high}" if m.low <= m.value <= m.high and m.low < m.high else f"{len(step):,} steps are too few for an interval"
+        finding = f"{value} of the step-to-step movement is bucket mix ({around})"
     return finish(figure, finding, f"share of the mean square of changes; 95 % block bootstrap. {_note(diagnosis)}")
 
 

@@ -59,11 +59,12 @@ def strategies(rows: Sequence[dict], name: str = "") -> Plot:
     axis.invert_yaxis()
     axis.set(xlabel="share of computed tokens (%)", xlim=(0, 150))
     axis.set_xticks(range(0, 101, 20))
-    best = next((line for line in table if line["strategy"] != "packed"), table[0])
-    finding = (
-        f"{best['strategy']} is the fastest padded strategy: {slowest['seconds'] / best['seconds']:.2f} x {slowest['strategy']}, with "
-        f"{percent(1 - best['efficiency'])} padding (cost model: {best['cost']})"
-    )
+    # The one to look at first: fixed groups (sorted) and what only some targets can take (packed) are no plain answer.
+    best = next((line for line in table if line["strategy"] not in ("packed", "sorted")), table[0])
+    finding = f"{best['strategy']} pads {percent(1 - best['efficiency'])} of its tokens and would take {duration(best['seconds'])} an epoch"
+    if best is not slowest:
+        finding += f", {slowest['strategy']} {percent(1 - slowest['efficiency'])} and {duration(slowest['seconds'])}"
+    finding += f" (cost model: {best['cost']})"
     return finish(figure, finding, f"{name + ': ' if name else ''}bars: spread over {table[0]['n']} seeds; hatched: padding")
 
 
@@ -96,7 +97,7 @@ def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), nam
     axis.xaxis.set_major_formatter("{x:,.0f}")
     best = table[0]
     model = "assumed" if cost.source == "assumed" else f"{cost.source}, off by {percent(error)} in all on shapes it was not fitted on"
-    finding = f"{best['strategy']} would run at {best['tokens_per_second']:,.0f} real tokens/s (cost model: {model})"
+    finding = f"{best['strategy']} would be the fastest with {best['tokens_per_second']:,.0f} real tokens/s (cost model: {model})"
     if shown:
         predicted = {line["strategy"]: line["tokens_per_second"] for line in table}
         off = [predicted[run["strategy"]] / run["tokens_per_second"] - 1 for run in shown]
@@ -142,8 +143,8 @@ def front(rows: Sequence[dict], name: str = "") -> Plot:
     axis.set_xlim(-2, max(10, x.max() * 1.25))
     kept = [line["strategy"] for i, line in enumerate(table) if padded[i] and not dominated[i]]
     beaten = [line["strategy"] for i, line in enumerate(table) if padded[i] and dominated[i]]
-    finding = f"{len(kept)} of {padded.sum()} padded strategies are on the front: {', '.join(kept)}"
-    finding += f"; another beats {', '.join(beaten)} in both padding and mixing" if beaten else ""
+    finding = f"{len(kept)} of {padded.sum()} padded strategies are beaten by no other in both padding and mixing: {', '.join(kept)}"
+    finding += f"; another beats {', '.join(beaten)} in both" if beaten else ""
     return finish(
         figure, finding, f"{name + ': ' if name else ''}mixing: (1 - mates met again) / (1 + W1 of a step); hollow: beaten in both"
     )

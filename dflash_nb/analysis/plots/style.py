@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 WIDTH_IN, HEIGHT_IN, DPI = 7.0, 4.0, 110
-OKABE_ITO = mpl.color_sequences["okabe_ito"]
+OKABE_ITO = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")  # told apart by everybody
 INK, FAINT, ACCENT, WARN = "#222222", "#9a9a9a", OKABE_ITO[5], OKABE_ITO[6]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 

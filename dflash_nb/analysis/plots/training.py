@@ -89,18 +89,17 @@ def acceptance(run: Run) -> Plot:
             axis.plot(x, y, marker=marker, color=color, linewidth=1.0, linestyle=":", markersize=5)
             labels.append((x[-1], y[-1], word, color))
             if key == "tau":
-                finding = f"tau {y[0]:.2f} at step {x[0]:,}, {tau_words(last)} at step {x[-1]:,}: accepted tokens a target pass"
+                finding = f"tau, tokens a target pass: {y[0]:.2f} at step {x[0]:,}, {tau_words(last)} at step {x[-1]:,}"
                 finding += repetition(last.get("tau_repeated"))
                 ranges = [(event["step"], event["tau_low"], event["tau_high"]) for event in measured if event.get("tau_low") is not None]
                 for at, low, high in ranges:
                     axis.vlines(at, low, high, color=color, linewidth=1.2)
-    if agreement := estimate_agreement(run):
-        finding += f"; {agreement}"
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
     axis.text(0.5, 1.0, "1: no draft token accepted", fontsize=7, transform=axis.get_yaxis_transform(), ha="center", va="top", color=INK)
     _label_ends(axis, labels)
     axis.set(xlabel="optimiser step", ylabel="accepted tokens a pass, bonus included")
-    return finish(figure, finding, f"bars: 95 % intervals over prompts. {_note(run)}")
+    agreement = estimate_agreement(run)
+    return finish(figure, finding, f"{agreement + '; ' if agreement else ''}bars: 95 % intervals over prompts. {_note(run)}")
 
 
 def throughput(run: Run) -> Plot:
