@@ -14,10 +14,10 @@ from dflash_nb.analysis.diagnose import diagnose
 from dflash_nb.analysis.findings import CHECKS
 from dflash_nb.analysis.findings.finding import Log, Severity, listed, plural
 from dflash_nb.analysis.findings.spikes import LONE, _limit, find_spikes, is_short, spike_rates, spike_table
-from dflash_nb.analysis.phase import phase_of, stretches
+from dflash_nb.analysis.phase import phase_of
 from dflash_nb.analysis.plots.diagnosis import curve
 from dflash_nb.analysis.running import scale_of
-from dflash_nb.analysis.signs import TELLS, phases, signs
+from dflash_nb.analysis.signs import TELLS, signs
 from dflash_nb.pipeline.run import RunError
 from dflash_nb.pipeline.runlog import RunLog, read_run
 
@@ -131,7 +131,7 @@ def test_an_empty_log(tmp_path):
         found = diagnose(tmp_path)
         assert found.verdict == "LOOK" and "no step to judge, the run is running" in found.text()
     assert found.main is None and len(found.unjudged) == len(CHECKS) and found.report()
-    assert [row["value"] for row in signs(found)] == ["no step yet"] * len(TELLS) and phases(found) == []
+    assert [row["value"] for row in signs(found)] == ["no step yet"] * len(TELLS)
 
 
 def test_a_log_without_any_loss_is_not_called_healthy(tmp_path):
@@ -261,9 +261,6 @@ def test_spikes_are_found_from_small_ones_on(tmp_path):
 def test_phases_of_a_schedule(tmp_path):
     found = diagnose(write_run(tmp_path / "run", Recipe(steps=200, warmup=40)))
     assert phase_of(found.log.run).name == "decay" and phase_of(found.log.run).warmup_steps == 40
-    assert next((part.name, part.first, part.last) for part in stretches(found.log.run.steps["lr"])) == ("warm-up", 0, 40)
-    assert phases(found)[0]["phase"] == "warm-up" and phases(found)[-1]["steps"].endswith("to 200")
-    assert stretches(np.full(5, np.nan))[0].name == "unknown" and [s.name for s in stretches(np.full(5, 0.1))] == ["peak"]
     warm = read_run(write_run(tmp_path / "warm", Recipe(steps=30, total_steps=1000, warmup=100)))
     warm.plan, warm.config = None, {}
     assert phase_of(warm).name == "warm-up", "a rate that has only risen is warm-up, plan or not"

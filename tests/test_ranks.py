@@ -10,7 +10,7 @@ from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import optimize_buckets
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.options import PlanError
-from dflash_nb.planner.ranks import rank_wait, share_batches
+from dflash_nb.planner.ranks import share_batches
 
 
 @settings(max_examples=500, deadline=None)
@@ -56,6 +56,11 @@ def test_an_optimiser_step_keeps_its_batches():
     plan = plan_epoch(np.random.default_rng(0).integers(65, 8192, 30_000), "pooled", world=4)
     steps = plan.ranks().batches[:40].reshape(5, -1)
     assert np.array_equal(np.sort(steps, axis=1), np.arange(160).reshape(5, -1))
+
+
+def rank_wait(seconds, batches):
+    """Modelled time of the slowest rank over the mean rank, averaged over steps."""
+    return float((seconds[batches].max(axis=1) / seconds[batches].mean(axis=1)).mean())
 
 
 @pytest.mark.parametrize("order", ["balanced", "uniform"])

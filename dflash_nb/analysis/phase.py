@@ -1,4 +1,4 @@
-"""The learning-rate schedule as the log shows it: where the run stands, and how fast the loss falls in each phase."""
+"""The learning-rate schedule as the log shows it, and where the run stands in it."""
 
 from dataclasses import dataclass
 
@@ -29,15 +29,6 @@ class Phase:
         return self.rate / self.peak if self.peak else float("nan")
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Consecutive steps of one phase, rows ``first`` to ``last`` (not included) of the log."""
-
-    name: str
-    first: int
-    last: int
-
-
 def phase_of(run: Run) -> Phase:
     """The phase of the last step of ``run``."""
     rate = np.asarray(run.steps.get("lr", ()), dtype=np.float64)
@@ -57,19 +48,6 @@ def phase_of(run: Run) -> Phase:
     else:
         name = "decay" if known[-1] < AT_PEAK * known.max() else "peak"
     return Phase(name, float(known[-1]), peak, warmup, total)
-
-
-def stretches(rate: np.ndarray) -> list[Stretch]:
-    """A log's steps cut into warm-up, peak and decay by their rates; one stretch where the rates are not known."""
-    if not len(rate):
-        return []
-    if not np.isfinite(rate).all():
-        return [Stretch("unknown", 0, len(rate))]
-    rising = rising_steps(rate)
-    below = np.flatnonzero(rate[rising:] < AT_PEAK * rate.max())
-    falls = rising + int(below[0]) if len(below) else len(rate)
-    cuts = (("warm-up", 0, rising), ("peak", rising, falls), ("decay", falls, len(rate)))
-    return [Stretch(name, first, last) for name, first, last in cuts if last > first]
 
 
 def rising_steps(rate: np.ndarray) -> int:

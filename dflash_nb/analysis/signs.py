@@ -1,4 +1,4 @@
-"""Tables of a diagnosis: the vital signs (a row a question, with OK or LOOK), and the phases of the learning rate."""
+"""The vital signs of a diagnosis: a table with a row a question, and OK or LOOK."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,6 @@ from scipy.stats import chi2
 
 from dflash_nb.analysis.findings.finding import Log, Severity
 from dflash_nb.analysis.findings.spikes import find_spikes
-from dflash_nb.analysis.phase import stretches
 from dflash_nb.analysis.running import slope
 
 if TYPE_CHECKING:
@@ -43,26 +42,6 @@ def signs(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
     for name, (value, interval) in values.items():
         found = max((worst[kind] for kind in TELLS[name] if kind in worst), default=None)
         rows.append({"sign": name, "value": value, "interval": interval, "": words[found] if value != "not known" else ""})
-    return rows
-
-
-def phases(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
-    """A row a phase of the learning rate: steps, rates, adjusted loss at both ends, and its pace with the 95 % interval."""
-    log, rows = diagnosis.log, []
-    for part in stretches(np.asarray(log.run.steps["lr"], float)) if len(log) else ():
-        inside = slice(part.first, part.last)
-        trend, rate = log.parts.trend_N[inside], log.run.steps["lr"][inside]
-        pace, interval = _pace(log, inside)
-        rows.append(
-            {
-                "phase": part.name,
-                "steps": f"{log.step_N[part.first]:,} to {log.step_N[part.last - 1]:,}",
-                "rate": f"{rate[0]:.1e} to {rate[-1]:.1e}" if np.isfinite(rate).all() else "not known",
-                "adjusted loss": f"{trend[0]:.3f} to {trend[-1]:.3f}",
-                "nats in 1,000 steps": pace,
-                "interval": interval,
-            }
-        )
     return rows
 
 

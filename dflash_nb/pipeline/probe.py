@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from dflash_nb.model.drafter import DFlashDrafter
@@ -16,17 +15,20 @@ from dflash_nb.model.target import TargetHead
 from dflash_nb.pipeline.job import Job
 from dflash_nb.pipeline.step import LossSettings, batch_loss
 from dflash_nb.pipeline.window import Pool
+from dflash_nb.planner.simulate import probe_order
 
 STATM = Path("/proc/self/statm")
 
 
 def probe(job: Job, pool: Pool, drafter: DFlashDrafter, head: TargetHead, settings: LossSettings) -> None:
-    """Print a line for each bucket's largest batch of the first epoch. Raises what target or drafter raise, naming the batch."""
+    """Print a line for each bucket's largest batch of the first epoch, the one with most memory first.
+
+    Raises what target or drafter raise, naming the batch.
+    """
     plan = job.plan(0)
-    for bucket in np.unique(plan.bucket_ids):
-        members = np.flatnonzero(plan.bucket_ids == bucket)
-        planned = plan.batch(int(members[plan.padded_tokens[members].argmax()]))
-        batch = job.collate((0, planned))
+    for index in probe_order(plan):
+        planned = plan.batch(int(index))
+        bucket, batch = planned.bucket, job.collate((0, planned))
         started = time.perf_counter()
         shape = f"{batch.rows} x {batch.padded_length} tokens"
         try:

@@ -46,9 +46,3 @@ def share_batches(seconds: np.ndarray, world: int, window: int, remainder: str =
     alike.sort(axis=1)
     order = np.lexsort((alike[:, 0], optimiser_step[::world]))
     return RankBatches(alike[order], repeated, dropped)
-
-
-def rank_wait(seconds: np.ndarray, batches: np.ndarray) -> float:
-    """Modelled time of the slowest rank over the mean rank, averaged over steps. batches: int64[steps, world]."""
-    step_seconds = seconds[batches]
-    return float((step_seconds.max(axis=1) / step_seconds.mean(axis=1)).mean())
