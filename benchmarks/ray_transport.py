@@ -33,8 +33,8 @@ from dflash_nb.pipeline.ray import RayPool, pack, target_features
 
 MIB = 1 << 20
 WIDTH = 5 * 5120  # five layers of the reference run's target
-EMPTY_BATCHES = 200
-LONG_SECONDS = 8.0
+EMPTY_BATCHES = 100
+LONG_SECONDS = 3.0
 
 
 def features(size: int) -> Features:
@@ -92,21 +92,26 @@ def measure_ways(pools: dict[str, RayPool], sizes: list[int], repeats: int) -> l
     return rows
 
 
-def measure_handing_out(pool: RayPool) -> list[dict[str, Any]]:
-    """CPU milliseconds of this process; those of Ray's own threads, which it has without any batch, are taken off."""
+def measure_handing_out(pool: RayPool, rounds: int = 5) -> list[dict[str, Any]]:
+    """CPU milliseconds of this process, medians of rounds; Ray's own threads, which work without any batch too, are told apart."""
 
-    def spent(call, times: int = 1) -> float:
+    def spent(call, times: int = 1) -> tuple[float, float]:
+        """CPU and wall seconds of one call."""
         started, began = time.process_time(), time.perf_counter()
         for _ in range(times):
             call()
-        return (time.process_time() - started - idle * (time.perf_counter() - began)) / times
+        return (time.process_time() - started) / times, (time.perf_counter() - began) / times
 
-    idle = 0.0
-    idle = spent(partial(time.sleep, LONG_SECONDS)) / LONG_SECONDS
-    a_batch = spent(partial(send, pool, 0), EMPTY_BATCHES)
-    a_second = (spent(partial(send, pool, 0, LONG_SECONDS)) - a_batch) / LONG_SECONDS
+    idle, a_second, a_batch = [], [], []
+    for _ in range(rounds):
+        cpu, wall = spent(partial(time.sleep, LONG_SECONDS))
+        idle.append(cpu / wall)
+        cpu, wall = spent(partial(send, pool, 0, LONG_SECONDS))
+        a_second.append(cpu / wall - idle[-1])
+        cpu, wall = spent(partial(send, pool, 0), EMPTY_BATCHES)
+        a_batch.append(cpu - idle[-1] * wall)
     found = {"an empty batch": a_batch, "a second of a worker": a_second, "a second without a batch": idle}
-    return [{"what": what, "CPU ms": round(1000 * seconds, 3)} for what, seconds in found.items()]
+    return [{"what": what, "CPU ms": round(1000 * float(np.median(values)), 3)} for what, values in found.items()]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
