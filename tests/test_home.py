@@ -29,7 +29,10 @@ except OSError as error:
 except RuntimeError as error:
     print(type(error).__name__, error)
 """
-RUN = "from runs import Recipe, records\nfrom dflash_nb.pipeline.runlog import RunLog\nlog = RunLog.create(place, {'seed': 1})"
+RUN = (
+    "from runs import Recipe, records\nfrom dflash_nb.pipeline.runlog import RunLog\n"
+    "log = RunLog.create(place, {'seed': 1})\nlog.step(records(Recipe(steps=1))[0])"
+)
 PLAN = (
     "import numpy as np\nfrom dflash_nb.data.lengths import LengthHistogram\nfrom dflash_nb.planner.buckets import optimize_buckets\n"
     "plan = optimize_buckets(LengthHistogram.from_lengths(np.arange(1, 4000)), 60)"

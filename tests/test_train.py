@@ -278,6 +278,19 @@ def test_a_batch_that_always_fails_stops_the_run_with_its_samples_and_the_next_r
     assert_same_end(folder, whole)
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_start_that_fails_leaves_the_name_free(made, tmp_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    config = tiny_config(made["dataset"], made["target"], tmp_path, run_name="mine", max_steps=2)
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr("dflash_nb.pipeline.train.load_models", fail)
+        train(config)
+    assert not (tmp_path / "mine").exists()
+    assert train(config).finished
+
+
 def test_windows_without_a_single_anchor_are_steps_like_any_other(made, tmp_path):
     """AutoModel 3268, 2468: rows with one supervised token give no anchor; no NaN, no skipped step."""
     import pyarrow as pa

@@ -86,7 +86,6 @@ class RunLog:
     def __init__(self, folder: Path, descriptor: int, elapsed: float = 0.0, step: int = 0, new: bool = False) -> None:
         self.folder = folder
         self._new = new
-        self._resume = f"continue with -p resume {folder}"
         self._lock = descriptor
         self._steps = _append(folder / "steps.jsonl")
         self._events = _append(folder / "events.jsonl")
@@ -140,7 +139,7 @@ class RunLog:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write ``<name>.json`` (environment, plan, buckets) whole or not at all."""
-        with home.write_aside(self.folder / f"{name}.json", self._resume) as aside:
+        with home.write_aside(self.folder / f"{name}.json", self._then) as aside:
             aside.write_text(json.dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
 
     def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class RunLog:
         full = {"time": time.time(), "elapsed": time.perf_counter() - self._started, **record, "finite": finite}
         line = _typed(full, STEP_FIELDS)
         line["batches"] = [_typed(batch, BATCH_FIELDS) for batch in record["batches"]]
-        with home.room_for(self.folder / "steps.jsonl", self._resume):
+        with home.room_for(self.folder / "steps.jsonl", self._then):
             _write_line(self._steps, line)
         self._step = line["step"]
         return line
@@ -168,7 +167,7 @@ class RunLog:
         if kind not in EVENT_KINDS:
             raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(sorted(EVENT_KINDS))}")
         line = _plain({"time": time.time(), "step": self._step if step is None else step, "kind": kind, **details})
-        with home.room_for(self.folder / "events.jsonl", self._resume):
+        with home.room_for(self.folder / "events.jsonl", self._then):
             _write_line(self._events, line)
         if kind == "checkpoint":
             os.fsync(self._steps)
@@ -180,6 +179,15 @@ class RunLog:
             raise ValueError(f"status {status!r} is none of {', '.join(sorted(STATUSES))}")
         self.event("interrupt" if status == "interrupted" else "finish", status=status)
         self.write("summary", {"status": status, "step": self._step, **summary})
+
+    @property
+    def _began(self) -> bool:
+        return not self._new or self._step > 0
+
+    @property
+    def _then(self) -> str:
+        """What to do once a full disk has room."""
+        return f"continue with -p resume {self.folder}" if self._began else "run it again"
 
     def discard(self) -> None:
         """Remove what was written of a run that never began, so that its name is free; other files in the folder stay."""
@@ -198,7 +206,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """An error or an interrupt before the first step of a new run leaves nothing: there is nothing to continue."""
-        if kind is not None and self._new and self._step == 0 and self._lock >= 0:
+        if kind is not None and not self._began and self._lock >= 0:
             self.discard()
             print(f"no step was made, so nothing is left in {self.folder}", flush=True)
         self.close()
