@@ -93,6 +93,8 @@ def test_titles_say_in_plain_words_what_is_seen():
     assert re.match(
         r"bucketed pads \d+\.\d % of its tokens and would take .* an epoch, random \d+\.\d % and .* \(cost model: assumed\)", said
     )
+    said = padding.front(rows).finding
+    assert re.match(r"bucketed pads \d+\.\d % at a mixing of 0\.\d\d of 1; random pads .*; sorted pads \d+\.\d % at 0\.00", said)
     drawn = buckets.elbow(elbow(histogram, (1, 2, 4, 8, 16, 32, 64, 128), **LIMITS), plan)
     k = len(plan.rows)
     assert re.fullmatch(rf"{k} buckets pad \d+\.\d\d % of the computed tokens; the best {k // 2} would pad \d+\.\d\d %", drawn.finding)
@@ -128,7 +130,7 @@ def test_a_strategy_beaten_in_both_is_named_hollow():
     row |= {"seconds": 1.0, "tokens_per_second": 1.0}
     good, bad = {"efficiency": 0.99, "repeated_mates": 0.01, "w1": 0.1}, {"efficiency": 0.5, "repeated_mates": 0.5, "w1": 0.2}
     rows = [{"strategy": "pooled"} | row | good, {"strategy": "random"} | row | bad]
-    assert "beats random" in padding.front(rows).finding
+    assert padding.front(rows).finding == "pooled pads 1.0 % at a mixing of 0.90 of 1; another beats random in both"
     rows[1] |= {"repeated_mates": 0.0, "w1": 0.0}
     assert "another beats" not in padding.front(rows).finding
 

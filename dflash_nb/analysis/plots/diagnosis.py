@@ -321,14 +321,14 @@ def _strip(axis: Axes, step: np.ndarray, values: np.ndarray, label: str, log_sca
     axis.plot(step[thin], values[thin], color=INK, linewidth=0.6, marker="o" if len(step) == 1 else None, markersize=3)
     if log_scale and np.nanmin(values) > 0:
         axis.set_yscale("log")
-        _plain_log(axis.yaxis)
+        _plain_log(axis.yaxis, wide=np.nanmax(values) > 30 * np.nanmin(values))
     else:
         axis.set_ylim(0, top)
 
 
-def _plain_log(axis: Axis) -> None:
-    """Few ticks with plain numbers, also where a logarithmic axis spans less than a decade."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+def _plain_log(axis: Axis, wide: bool = False) -> None:
+    """Few ticks with plain numbers, also where a logarithmic axis spans less than a decade; ``wide``: it spans more than one."""
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=6))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 

@@ -141,10 +141,14 @@ def front(rows: Sequence[dict], name: str = "") -> Plot:
     )  # fmt: skip
     axis.set(xlabel="padding (% of padded tokens)", ylabel="mixing (0 fixed groups, 1 full shuffle)", ylim=(-0.05, 1.15))
     axis.set_xlim(-2, max(10, x.max() * 1.25))
-    kept = [line["strategy"] for i, line in enumerate(table) if padded[i] and not dominated[i]]
-    beaten = [line["strategy"] for i, line in enumerate(table) if padded[i] and dominated[i]]
-    finding = f"{len(kept)} of {padded.sum()} padded strategies are beaten by no other in both padding and mixing: {', '.join(kept)}"
-    finding += f"; another beats {', '.join(beaten)} in both" if beaten else ""
+    names, own = [line["strategy"] for line in table], np.flatnonzero(padded)
+    first = own[np.argmax(((100 - x) * y)[own])]
+    finding = f"{names[first]} pads {x[first]:.1f} % at a mixing of {y[first]:.2f} of 1"
+    for other in dict.fromkeys((own[np.argmax(y[own])], own[np.argmin(x[own])])):
+        if other != first:
+            finding += f"; {names[other]} pads {x[other]:.1f} % at {y[other]:.2f}"
+    if beaten := [names[i] for i in own if dominated[i]]:
+        finding += f"; another beats {', '.join(beaten)} in both"
     return finish(
         figure, finding, f"{name + ': ' if name else ''}mixing: (1 - mates met again) / (1 + W1 of a step); hollow: beaten in both"
     )
