@@ -48,7 +48,9 @@ SMALLER = {
 EXCEPTIONS = {
     "source .venv/bin/activate": "changes a shell; the test's own Python is that of the environment",
     "pip install": "changes the environment and needs a package registry",
+    "ray get-auth-token": "writes to the home folder",
     "ray start": "starts a cluster that outlives the command",
+    "ray stop": "ends every cluster of this machine",
     "-p engine ray": "needs that cluster; test_ray.py trains on one of its own",
     "python benchmarks/": "minutes each; their options are checked here, `make benchmarks` runs them",
 }
