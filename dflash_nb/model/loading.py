@@ -30,7 +30,7 @@ def load_model(info: TargetInfo, dtype: torch.dtype | str, attention: str | None
     that are not used.
     """
     where = f"target {info.name} in {info.path}"
-    with _silent():
+    with silent():
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
                 info.path,
@@ -58,6 +58,20 @@ def load_model(info: TargetInfo, dtype: torch.dtype | str, attention: str | None
     if unexpected := sorted(found["unexpected_keys"]):
         print(f"note: {where} holds {_named(unexpected)}, which its config.json does not use", flush=True)
     return model
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Loading draws a bar a file on stderr, which a saved notebook keeps for ever, and tables of what is said here in a sentence."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def check_states(
@@ -104,17 +118,3 @@ def _named(names: Iterable[str]) -> str:
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 200 else text[:200] + "..."
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Loading draws a bar a file on stderr, which a saved notebook keeps for ever, and tables of what is said here in a sentence."""
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -110,8 +110,10 @@ def target_size(source: TargetInfo | Any) -> TargetSize:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from dflash_nb.model.loading import silent
+
     config = AutoConfig.from_pretrained(source.path, local_files_only=True) if isinstance(source, TargetInfo) else source
-    with torch.device("meta"):
+    with silent(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
     heads = getattr(text, "linear_num_value_heads", 0) or 0
