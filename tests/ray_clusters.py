@@ -2,13 +2,16 @@
 
 Ray gives each node two agent processes for its dashboard and for runtime environments. Neither is used here; each takes seconds of CPU
 to start, and a node whose agents are late dies (ray 65983). A shell stands in for them and reports their ports; the tests of a
-cluster that a run makes for itself, in test_ray.py, have the real ones. A start that fails is tried again, as a run does it.
+cluster that a run makes for itself, in test_ray.py, have the real ones. Every process of Ray's reads a grammar of addresses for jsonschema,
+1.4 s of CPU that nothing here needs: they do not find its package. A start that fails is tried again, as a run does it.
 """
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,6 +30,9 @@ ENVIRONMENT = {
     "RAY_max_direct_call_object_size": "1000",  # the tests' features are small: they go through the object store all the same
 }
 os.environ.update(ENVIRONMENT)
+WITHOUT = tempfile.TemporaryDirectory()
+(Path(WITHOUT.name) / "rfc3987_syntax.py").write_text("raise ImportError")
+PATH = os.pathsep.join([WITHOUT.name, str(Path(__file__).parent), str(Path(__file__).parent.parent)])
 
 STAND_IN = """
 for argument; do case $argument in --node-id=*) node=${argument#*=};; --session-dir=*) folder=${argument#*=};; esac; done
@@ -74,7 +80,9 @@ def started(start: Callable[[], object]) -> object:
     for _ in range(START_TRIES):
         before = processes()
         try:
-            return start()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", PATH, os.pathsep)
+                return start()
         except Exception as error:
             problem = error
             end(before)

@@ -5,12 +5,14 @@ Run alone: python -m pytest tests/test_ray.py
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +32,8 @@ from ray_clusters import STORE, actors, at_steps, until
 from dflash_nb.model.target import FrozenTarget
 from dflash_nb.pipeline import drafters
 from dflash_nb.pipeline import ray as on_ray
+from dflash_nb.pipeline.advice import advise
+from dflash_nb.pipeline.local import LocalPool
 from dflash_nb.pipeline.ray import RayPool, needed_store, pack, unpack
 from dflash_nb.pipeline.runlog import read_run
 from dflash_nb.pipeline.train import train
@@ -72,50 +76,70 @@ def no_actor_is_left():
     return not actors("Worker")
 
 
-def test_threads_one_node_and_two_nodes_have_one_curve(made, cluster, curve_of_threads, tmp_path):
+@pytest.fixture
+def pools(monkeypatch):
+    """The pools that are made while the test runs."""
+    made, opened = [], RayPool.__init__
+    monkeypatch.setattr(RayPool, "__init__", lambda self, *arguments: (made.append(self), opened(self, *arguments))[1])
+    return made
+
+
+def all_up(pools, workers):
+    """Waits until the workers of the last pool are up."""
+
+    def are_up():
+        return len(pools[-1].places) == workers
+
+    return lambda: until(are_up)
+
+
+def test_threads_one_node_and_two_nodes_have_one_curve(made, cluster, curve_of_threads, tmp_path, pools, monkeypatch):
     threads = train(tiny_config(made["dataset"], made["target"], tmp_path, topology="3-1"))
     assert curve(threads.run_dir) == curve_of_threads
-    one = train(on_cluster(made, cluster, tmp_path))
-    assert curve(one.run_dir) == curve_of_threads
-    assert len(nodes_in(worker_events(one.run_dir))) == 1
+    at_steps(monkeypatch, {1: all_up(pools, 3)})
+    one = train(on_cluster(made, cluster, tmp_path, q_hs_mb=1))
     with ray_clusters.second_node(cluster):
-        two = train(on_cluster(made, cluster, tmp_path))
-    assert curve(two.run_dir) == curve_of_threads
-    events = worker_events(two.run_dir)
-    assert len(nodes_in(events)) == 2
-    for k in range(3):
-        assert any(event.startswith("node ") and f"target-{k}: " in event and "busy" in event for event in events)
+        two = train(on_cluster(made, cluster, tmp_path, q_hs_mb=1))
+    for run, nodes in ((one, 1), (two, 2)):
+        assert curve(run.run_dir) == curve_of_threads
+        events = worker_events(run.run_dir)
+        assert len(nodes_in(events)) == nodes
+        did = [re.fullmatch(r"node \S+, target-(\d): (\d+) batches, busy .*", event) for event in events]
+        assert [line[1] for line in did if line] == ["0", "1", "2"], "a line for each worker, with its node"
+        assert all(int(line[2]) for line in did if line), "each has worked"
+        advice = advise(read_run(run.run_dir))
+        assert advice.workers == 3 and not advice.shared
 
 
 def test_a_run_through_a_killed_actor_a_lost_node_and_a_new_one_has_the_curve_of_threads(
-    made, cluster, curve_of_threads, tmp_path, monkeypatch
+    made, cluster, curve_of_threads, tmp_path, pools, monkeypatch
 ):
-    pools = []
-    opened = RayPool.__init__
-    monkeypatch.setattr(RayPool, "__init__", lambda self, *args: (pools.append(self), opened(self, *args))[1])
-
-    def all_are_up():
-        return len(pools[0].places) == 3
-
     def kill_one():
-        until(all_are_up)
-        os.kill(pools[0].places["target-0"].pid, signal.SIGKILL)
+        """One of the two on the first node: the second node has the third."""
+        all_up(pools, 3)()
+        nodes = [place.node for place in pools[0].places.values()]
+        killed = next(place for place in pools[0].places.values() if nodes.count(place.node) == 2)
+        os.kill(killed.pid, signal.SIGKILL)
+
+    def add_one():
+        cluster.add_node(num_cpus=2, object_store_memory=STORE)
+        all_up(pools, 3)()
 
     with ray_clusters.second_node(cluster) as gone:
         actions = {
             4: kill_one,
             10: lambda: cluster.remove_node(gone, allow_graceful=False),
-            14: lambda: cluster.add_node(num_cpus=2, object_store_memory=STORE),
+            14: add_one,
         }
         at_steps(monkeypatch, actions)
-        summary = train(on_cluster(made, cluster, tmp_path, retries=5))
+        summary = train(on_cluster(made, cluster, tmp_path, q_hs_mb=1, retries=5))
         for node in list(cluster.worker_nodes):
             cluster.remove_node(node)
     assert summary.finished
     assert curve(summary.run_dir) == curve_of_threads
-    told = " ".join(worker_events(summary.run_dir))
-    assert "is lost" in told
-    assert all(f"target-{k} is up on node" in told for k in range(3))
+    events = worker_events(summary.run_dir)
+    assert len({event.split()[0] for event in events if "is lost" in event}) == 2, "by the kill, and with the node"
+    assert len([event for event in events if "is up on node" in event]) >= 4, "three, and one in place of a lost one"
     assert read_run(summary.run_dir).events_of("retry")
     assert ray.is_initialized(), "a cluster that was there before stays"
     until(no_actor_is_left)
@@ -133,15 +157,14 @@ def test_a_broken_row_reaches_the_caller_with_its_batch(made, cluster, tmp_path,
 
     monkeypatch.setattr(on_ray.Job, "collate", broken)
     with pytest.raises(RuntimeError, match=r"batch 3 of epoch 0 \(.* sample ids .*\) failed 2 times .* target-\d: IndexError"):
-        train(on_cluster(made, cluster, tmp_path, topology="2-1", retries=1))
+        train(on_cluster(made, cluster, tmp_path, topology="1-1", retries=1))
     (folder,) = tmp_path.iterdir()
     assert read_run(folder).status == "failed"
     until(no_actor_is_left)
 
 
-def in_a_process(script, **environment):
-    root = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root.parent}", **environment}
+def in_a_process(script):
+    environment = {**os.environ, "PYTHONPATH": ray_clusters.PATH}
     return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -190,7 +213,7 @@ def test_a_killed_driver_leaves_the_cluster_that_was_there_and_nothing_else(made
 from tiny_runs import tiny_config
 from pathlib import Path
 from dflash_nb.pipeline.train import train
-settings = dict(engine="ray", ray_address={cluster.address!r}, topology="2-1", q_hs_mb=8, epochs=500)
+settings = dict(engine="ray", ray_address={cluster.address!r}, topology="1-1", q_hs_mb=8, epochs=500)
 train(tiny_config(Path({str(made["dataset"])!r}), Path({str(made["target"])!r}), Path({str(tmp_path)!r}), **settings))
 """
     process = in_a_process(script)
@@ -207,7 +230,7 @@ train(tiny_config(Path({str(made["dataset"])!r}), Path({str(made["target"])!r}),
 
 
 @pytest.fixture
-def by_file(tmp_path, monkeypatch):
+def by_file(tmp_path):
     """A tensor transport as Ray has them, one-sided like NIXL, for tensors on CPUs: through files."""
     folder = tempfile.mkdtemp(dir=tmp_path)
 
@@ -252,15 +275,19 @@ def by_file(tmp_path, monkeypatch):
     from ray.experimental.rdt import util
 
     register_tensor_transport("tempfile", ["cpu"], ByFile, torch.Tensor)
-    for room in (on_ray, drafters):
-        monkeypatch.setattr(room, "tensor_transport", lambda device: "tempfile")
     yield Path(folder)
     util.transport_manager_info.pop("TEMPFILE")
     util.transport_managers.pop("TEMPFILE", None)
 
 
-def test_tensors_go_by_rays_tensor_transport_to_every_drafter(made, cluster, curve_of_threads, tmp_path, by_file, monkeypatch):
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="the package nixl is not installed"))
+
+
+@pytest.mark.parametrize("transport", ["tempfile", NIXL])
+def test_tensors_go_by_rays_tensor_transport_to_every_drafter(made, cluster, tmp_path, by_file, transport, monkeypatch):
     files = []
+    for room in (on_ray, drafters):
+        monkeypatch.setattr(room, "tensor_transport", lambda device: transport)
     saved = on_ray.received
 
     def counted(sent):
@@ -269,11 +296,11 @@ def test_tensors_go_by_rays_tensor_transport_to_every_drafter(made, cluster, cur
         return saved(sent)
 
     monkeypatch.setattr(on_ray, "received", counted)
-    one = train(on_cluster(made, cluster, tmp_path, topology="2-1"))
-    assert curve(one.run_dir) == curve_of_threads
-    assert len(files) == len(curve_of_threads) and min(files) > 0
-    two = train(on_cluster(made, cluster, tmp_path, topology="1-2", accumulation=2, max_steps=3))
-    assert two.finished
+    two = train(on_cluster(made, cluster, tmp_path, topology="1-2", accumulation=2, max_steps=4))
+    assert len(files) == 4 and (min(files) > 0) == (transport == "tempfile")
+    one = train(tiny_config(made["dataset"], made["target"], tmp_path, accumulation=2, max_steps=4))
+    for (_, loss, norm, _), (_, theirs, their_norm, _) in zip(curve(two.run_dir), curve(one.run_dir), strict=True):
+        assert (loss, norm) == (pytest.approx(theirs, rel=1e-4), pytest.approx(their_norm, rel=1e-3))
 
     def files_are_gone():
         return not list(by_file.iterdir())
@@ -283,13 +310,9 @@ def test_tensors_go_by_rays_tensor_transport_to_every_drafter(made, cluster, cur
 
 @pytest.fixture(scope="module")
 def pool(cluster):
-    """Two workers that do what a batch says."""
+    """Two workers that do what a batch says, and that ask for their actors before the pool's start has come to its end."""
 
     def make():
-        import os
-
-        import numpy
-
         def work(batch):
             if batch.do == "raise":
                 raise ValueError(f"row {batch.index} is broken")
@@ -297,12 +320,19 @@ def pool(cluster):
                 os._exit(1)
             if batch.do == "wait":
                 time.sleep(batch.seconds)
-            return numpy.ones(batch.nbytes, numpy.uint8)
+            return np.ones(batch.nbytes, np.uint8)
 
         return work
 
-    made = RayPool(make, 2, lambda _, result, seconds: (len(on_ray.get(result)), seconds), {"num_cpus": 1})
-    until(lambda: len(made.places) == 2)
+    class SlowlyMade(LocalPool):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            time.sleep(0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_ray, "LocalPool", SlowlyMade)
+        made = RayPool(make, 2, lambda _, result, seconds: (len(on_ray.get(result)), seconds), {"num_cpus": 1})
+    all_up([made], 2)()
     yield made
     made.close()
 

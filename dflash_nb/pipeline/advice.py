@@ -116,9 +116,8 @@ def advise(run: Run, watts: float = 0.0) -> Advice | None:
     if waiting.any() and run.config.get("q_hs_mb"):
         batch_bytes = float(np.median(run.steps["q_hs_bytes"][waiting] / run.steps["q_hs"][waiting]))
         places = max(1, min(places, int((run.config["q_hs_mb"] << 20) / max(batch_bytes, 1.0))))
-    return advise_stages(
-        stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared=not targets or drafter in targets
-    )
+    shared = run.config.get("engine") != "ray" and (not targets or drafter in targets)  # Ray's actors have devices of their own
+    return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared)
 
 
 def stages_of(run: Run) -> tuple[Stages, float]:

@@ -202,8 +202,11 @@ class RayPool:
     def _run(self, name: str, batch: Any) -> Any:
         started = time.perf_counter()
         actor, direct = self._actors[name], self.places[name].sends
-        busy = actor.run.remote(batch)
-        result = actor.take.options(**({"tensor_transport": self.transport} if direct else {})).remote(direct)
+        try:
+            busy = actor.run.remote(batch)
+            result = actor.take.options(**({"tensor_transport": self.transport} if direct else {})).remote(direct)
+        except ray.exceptions.RayError as error:  # a tensor transport asks the actor first
+            raise WorkerLost(f"{type(error).__name__}: {one_line(error)}") from error
         while not self._done(result):
             pass
         way_seconds = time.perf_counter() - started - get(busy)

@@ -26,7 +26,11 @@ class Replica:
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=SUM_SECONDS))
-        self._nothing = DistributedDataParallel(_Nothing(drafter), gradient_as_bucket_view=True)
+        try:
+            self._nothing = DistributedDataParallel(_Nothing(drafter), gradient_as_bucket_view=True)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
         self._nothing.register_comm_hook(None, _sum)
 
     def sum_gradients(self) -> None:
