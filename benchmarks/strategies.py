@@ -5,8 +5,8 @@
     python benchmarks/strategies.py --part speed --rounds 4 --tokens 20000 --calibration 20 --out strategies.json
 
 Speed: one process, the strategies by turns in short stretches of real training, in another order each round, so that a machine that
-slows down slows all of them. The first steps of a stretch fill the window and are not counted. The cost model is calibrated before, on
-other batches. *epoch* carries what was measured over to a whole epoch by the ratio of what the model says for both, since a stretch
+slows down slows all of them. The first steps of a stretch fill the window and are not counted. The cost model that predicts is measured in
+stretches of its own between them, on other batches. *epoch* carries what was measured over to a whole epoch by the ratio of what the model says for both, since a stretch
 holds few of the long batches. Speeds are ratios to sorted, with a standard error from the rounds.
 Learning: a run a strategy and seed, all of the same real tokens; held-out loss and tau at the end, mean and standard error over seeds,
 differences to random paired by seed.
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.model.target_info import read_target_info
-from dflash_nb.pipeline.calibrate import Bench, calibrate
+from dflash_nb.pipeline.calibrate import Bench, Shapes, calibrate, fit_records
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.job import Job, prepare_job
 from dflash_nb.pipeline.measured import identity, report
@@ -67,10 +68,12 @@ def strategies(config: TrainConfig, cost: CostModel) -> dict[str, Job]:
 
 
 class Stretch:
-    """One strategy's place in its plan, and what its counted steps took."""
+    """One strategy's place in its plan, and what its counted steps took. ``cost`` predicts, once it is set."""
 
-    def __init__(self, job: Job, cost: CostModel) -> None:
-        self.job, self.cost, self.plan = job, cost, job.plan(0)
+    cost: CostModel
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.plan = job, job.plan(0)
         self.slots = drafted_slots(job)
         self.next, self.rounds, self.batches = 0, [], []
 
@@ -134,22 +137,33 @@ def drafted_slots(job: Job) -> np.ndarray:
     return np.minimum(job.config.anchors, np.maximum(job.dataset.n_supervised - 1, 0)) * job.config.block_size
 
 
-def measure_speed(jobs: dict[str, Job], cost: CostModel, rounds: int, tokens: int) -> list[dict[str, Any]]:
-    """A row a strategy from interleaved stretches of training."""
-    stretches = {name: Stretch(job, cost) for name, job in jobs.items()}
-    rng = np.random.default_rng(0)
-    with Bench(jobs["bucketed auto"], packed="packed" in jobs) as bench:
+def measure_speed(jobs: dict[str, Job], rounds: int, tokens: int, calibration: float) -> tuple[CostModel, list[dict[str, Any]]]:
+    """The cost model of ``calibration`` seconds and a row a strategy, from interleaved stretches of calibration and of training."""
+    stretches = {name: Stretch(job) for name, job in jobs.items()}
+    job = jobs["bucketed auto"]
+    shapes, records, rng = Shapes(job), [], np.random.default_rng(0)
+    with Bench(job, packed="packed" in jobs) as bench:
         for round_ in range(rounds):
-            for name in rng.permutation(list(stretches)).tolist():
-                stretches[name].run(bench, tokens)
+            for name in rng.permutation([*stretches, ""]).tolist():
+                if name:
+                    stretches[name].run(bench, tokens)
+                    continue
+                for target in bench.targets:
+                    target.packed = False
+                planned = shapes.planned(time.monotonic() + calibration / rounds, FILLING_STEPS + 1)
+                records += list(bench.records(job, planned))[FILLING_STEPS:]
             print(
                 f"round {round_ + 1} of {rounds}: "
                 + ", ".join(f"{n} {s.rounds[-1][0] / s.rounds[-1][1]:,.0f}" for n, s in stretches.items())
             )
+    cost, measured = fit_records(job, records, f"{len(records)} batches between the stretches")
+    print(report(cost, measured), flush=True)
+    for stretch in stretches.values():
+        stretch.cost = cost
     base = stretches["sorted"]
     first = base.row("sorted", base.rounds, {})
     epoch = {"predicted": base.epoch(), "measured": first["epoch_tokens_s"]}
-    return [stretch.row(name, base.rounds, epoch) for name, stretch in stretches.items()]
+    return cost, [stretch.row(name, base.rounds, epoch) for name, stretch in stretches.items()]
 
 
 def measure_learning(jobs: dict[str, Job], seeds: int, tokens: int, folder: Path) -> list[dict[str, Any]]:
@@ -227,8 +241,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("speed", "learning", "variance", "all"), default="all")
     parser.add_argument("--rounds", type=int, default=12, help="stretches of each strategy")
     parser.add_argument("--tokens", type=int, default=60_000, help="real tokens that a stretch counts")
-    parser.add_argument("--calibration", type=float, default=60.0, help="seconds of calibration")
-    parser.add_argument("--cost", type=Path, help="a cost.json instead of calibration")
+    parser.add_argument("--calibration", type=float, default=60.0, help="seconds of calibration, before and again between the stretches")
+    parser.add_argument("--cost", type=Path, help="a cost.json instead of the calibration before")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of learning")
     parser.add_argument("--learn-tokens", type=int, default=1_000_000, help="real tokens of each run of learning")
     parser.add_argument("--steps", type=int, default=130, help="steps of each run of variance")
@@ -255,14 +269,19 @@ def main() -> None:
     results: dict[str, Any] = {"about": {"python": platform.python_version(), "machine": platform.platform(), "cores": os.cpu_count()}}
     results |= {"options": vars(options) | {"out": None, "cost": None}, "cost": cost.to_json()}
     with tempfile.TemporaryDirectory() as folder:
-        for part, measure in {
-            "speed": lambda: measure_speed(jobs, cost, options.rounds, options.tokens),
+        parts = {
+            "speed": lambda: measure_speed(jobs, options.rounds, options.tokens, options.calibration),
             "learning": lambda: measure_learning(jobs, options.seeds, options.learn_tokens, Path(folder)),
             "variance": lambda: measure_variance(jobs["bucketed auto"], options.steps, options.accumulation, Path(folder)),
-        }.items():
+        }
+        for part, measure in parts.items():
             if options.part in (part, "all"):
-                results[part] = measure()
-                show(results[part])
+                found = measure()
+                if part == "speed":
+                    cost, found = found
+                    results["cost"] = cost.to_json()
+                results[part] = found
+                show(found)
                 if options.out:
                     options.out.write_text(json.dumps(results, indent=1) + "\n")
 

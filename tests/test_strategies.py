@@ -42,8 +42,8 @@ def test_variance_is_split_into_buckets_and_rest():
 
 def test_a_stretchs_seconds_leave_out_the_steps_that_fill_the_window(tmp_path):
     job = prepare_job(tiny_config(write_dataset(tmp_path / "data"), save_target(tmp_path / "target", "llama"), tmp_path))
-    cost = CostModel(target=(1, 0, 0, 0, 0), transfer=(0, 0), drafter=(0.5, 0, 0, 0, 0), target_workers=1)
-    stretch = strategies.Stretch(job, cost)
+    stretch = strategies.Stretch(job)
+    stretch.cost = CostModel(target=(1, 0, 0, 0, 0), transfer=(0, 0), drafter=(0.5, 0, 0, 0, 0), target_workers=1)
     batches = np.arange(6)
     assert stretch.seconds(batches) == pytest.approx(6.5)
     assert stretch.seconds(batches, skip=3) == pytest.approx(3.0)

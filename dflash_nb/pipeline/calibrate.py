@@ -8,6 +8,7 @@ another order, so a machine that slows down for a while does not look like a slo
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_nb.data.dataset import TokenDataset
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.job import Job, prepare_job
@@ -45,10 +45,16 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     """
     job = prepare_job(config)
     started = time.monotonic()
-    shapes = chosen_shapes(job)
+    shapes = Shapes(job)
     with Bench(job) as bench:
-        planned = _planned(job.dataset, job.longest, shapes, time.monotonic() + seconds)
+        planned = shapes.planned(time.monotonic() + seconds, WARM_UP_STEPS + max(FEWEST_BATCHES, len(shapes.shapes)))
         records = list(ticking(bench.records(job, planned), partial(_line, seconds)))[WARM_UP_STEPS:]
+    return fit_records(job, records, f"{len(records)} batches in {time.monotonic() - started:.0f} s of calibration")
+
+
+def fit_records(job: Job, records: list[dict[str, Any]], how: str) -> tuple[CostModel, Measured]:
+    """The cost model of step records of ``Shapes``' batches, and what it was fitted to. ``how`` says where they come from."""
+    config = job.config
     batches = [record["batches"][0] | {"blocks": record["blocks"]} for record in records]
     columns = {
         name: np.array([batch[name] for batch in batches]) for name in ("rows", "tokens", "padded_length", "padded_tokens", "blocks")
@@ -60,7 +66,6 @@ def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Me
     measured = to_measured(columns, config.block_size, step)
     environment = describe_environment() | {"devices": {"names": device_names(job.placement)}}
     belongs_to = identity(asdict(config), environment, asdict(job.info))
-    how = f"{len(measured)} batches in {time.monotonic() - started:.0f} s of calibration"
     return fit_cost(measured, **about(asdict(config), belongs_to, measured, how)), measured
 
 
@@ -84,25 +89,32 @@ def _lengths(job: Job) -> np.ndarray:
     return np.minimum(job.dataset.lengths[job.dataset.n_supervised > 1], job.longest)
 
 
-def _planned(dataset: TokenDataset, longest: int, shapes: np.ndarray, until: float) -> Iterator[tuple[int, PlannedBatch]]:
-    """Batches of the shapes in rounds, each round in another order and with other samples of about the length, until the time is up.
+class Shapes:
+    """Batches of a job's chosen shapes in rounds, each round in another order and with other samples of about the length."""
 
-    A batch's bucket is the number of its shape.
-    """
-    usable = np.flatnonzero(dataset.n_supervised > 1)
-    usable = usable[np.argsort(dataset.lengths[usable], kind="stable")]
-    sorted_lengths = np.minimum(dataset.lengths[usable], longest)
-    rng, index = np.random.default_rng(0), 0
-    while True:
-        for shape in rng.permutation(len(shapes)).tolist():
-            rows, length = shapes[shape].tolist()
-            if time.monotonic() > until and index >= WARM_UP_STEPS + max(FEWEST_BATCHES, len(shapes)):
+    def __init__(self, job: Job) -> None:
+        self.shapes = chosen_shapes(job)
+        self._dataset, self._longest = job.dataset, job.longest
+        usable = np.flatnonzero(job.dataset.n_supervised > 1)
+        self._usable = usable[np.argsort(job.dataset.lengths[usable], kind="stable")]
+        self._rng = np.random.default_rng(0)
+        self._next: list[int] = []
+
+    def planned(self, until: float, fewest: int) -> Iterator[tuple[int, PlannedBatch]]:
+        """Batches until the clock (``time.monotonic``) is at ``until``, ``fewest`` at least; a later call goes on where this one ended.
+
+        A batch's bucket is the number of its shape.
+        """
+        lengths = np.minimum(self._dataset.lengths[self._usable], self._longest)
+        for index in itertools.count():
+            if time.monotonic() > until and index >= fewest:
                 return
-            last = int(np.searchsorted(sorted_lengths, length, side="right")) - int(rng.integers(0, rows))
-            ids = usable[max(0, last - rows) : max(rows, last)]
-            real = np.minimum(dataset.lengths[ids], longest)
-            yield 0, PlannedBatch(index, ids, int(real.max()), shape, int(real.sum()))
-            index += 1
+            self._next = self._next or self._rng.permutation(len(self.shapes)).tolist()
+            shape = self._next.pop()
+            rows, length = self.shapes[shape].tolist()
+            last = int(np.searchsorted(lengths, length, side="right")) - int(self._rng.integers(0, rows))
+            here = slice(max(0, last - rows), max(rows, last))
+            yield 0, PlannedBatch(index, self._usable[here], int(lengths[here].max()), shape, int(lengths[here].sum()))
 
 
 class Bench:
