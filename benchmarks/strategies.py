@@ -5,9 +5,9 @@
     python benchmarks/strategies.py --part speed --rounds 4 --tokens 20000 --calibration 20 --out strategies.json
 
 Speed: one process, the strategies by turns in short stretches of real training, in another order each round, so that a machine that
-slows down slows all of them. The first steps of a stretch fill the window and are not counted. The cost model that predicts is measured in
-stretches of its own between them, on other batches. *epoch* carries what was measured over to a whole epoch by the ratio of what the model says for both, since a stretch
-holds few of the long batches. Speeds are ratios to sorted, with a standard error from the rounds.
+slows down slows all of them. The first steps of a stretch fill the window and are not counted. The cost model that predicts is measured
+in stretches of its own between them, on other batches. *epoch* carries what was measured over to a whole epoch by the ratio of what the
+model says for both, since a stretch holds few of the long batches. Speeds are ratios to sorted, with a standard error from the rounds.
 Learning: a run a strategy and seed, all of the same real tokens; held-out loss and tau at the end, mean and standard error over seeds,
 differences to random paired by seed.
 Variance: the loss of the steps of two runs of the same seed with uniform and balanced order, detrended; the part that the buckets of a
@@ -60,10 +60,11 @@ def strategies(config: TrainConfig, cost: CostModel) -> dict[str, Job]:
         edges = ",".join(str(edge) for edge in plan.boundaries[1:-1])
         jobs[name] = prepare_job(replace(config, strategy="bucketed", buckets=edges))
     jobs |= {"bucketed auto": job, "pooled": prepare_job(replace(config, strategy="pooled"))}
-    try:
-        jobs["packed"] = prepare_job(replace(config, strategy="packed"))
-    except ValueError as refusal:
-        print(f"packed is left out: {refusal}", flush=True)
+    packed = prepare_job(replace(config, strategy="packed"))
+    if packed.notes:
+        print(f"packed is left out: {packed.notes[0]}", flush=True)
+    else:
+        jobs["packed"] = packed
     return jobs
 
 

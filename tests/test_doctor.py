@@ -179,9 +179,10 @@ def test_a_faulty_configuration_is_stopped_by_name(dataset_path, folders, tmp_pa
         found.require()
 
 
-def test_packing_is_examined_where_the_target_can_and_stopped_where_it_cannot(dataset_path, folders, tmp_path):
+def test_packing_is_examined_where_the_target_can_and_padding_announced_where_it_cannot(dataset_path, folders, tmp_path):
     hybrid = examine(tiny_config(dataset_path, folders["hybrid"], tmp_path / "runs", strategy="packed"))
-    assert hybrid.of("plan").level == Level.STOP and "Use strategy bucketed" in hybrid.text()
+    assert hybrid.of("packing").level == Level.LOOK and "so batches are padded" in hybrid.of("packing").evidence
+    assert hybrid.verdict != "STOP", hybrid.text()
     full = examine(tiny_config(dataset_path, folders["qwen3"], tmp_path / "runs", strategy="packed"))
     assert full.of("packing").level == Level.OK and full.of("padding").level == Level.OK
     assert full.verdict != "STOP", full.text()
@@ -425,14 +426,17 @@ def test_padding_on_the_left_reaches_features(targets, batch, family):
 
 
 def test_packing_leaks_through_recurrent_layers_only(targets, batch):
-    assert_stop(features.packing(targets["hybrid"], batch, packed=True), "recurrent layers")
-    assert features.packing(targets["hybrid"], batch, packed=False).level == Level.OK
-    assert features.packing(targets["qwen3"], batch, packed=True).level == Level.OK
+    assert_stop(features.packing(Instead(targets["hybrid"], packed=True), batch), "recurrent layers")
+    unused = features.packing(targets["hybrid"], batch)
+    assert unused.level == Level.OK and "not used" in unused.evidence
+    packed = FrozenTarget.load(targets["qwen3"].info, targets["qwen3"].layer_ids, packed=True)
+    assert features.packing(packed, batch).level == Level.OK
+    assert_look(features.packing(targets["hybrid"], batch, "no kernels; so batches are padded"), "no kernels")
 
     def refuses(*arguments, **inputs):
         raise ValueError("cu_seqlens needs its kernels")
 
-    assert_stop(features.packing(Instead(targets["qwen3"], capture=refuses), batch, packed=True), "refused", "cu_seqlens")
+    assert_stop(features.packing(Instead(targets["qwen3"], capture=refuses, packed=True), batch), "refused", "cu_seqlens")
 
 
 def test_features_that_are_dead_or_not_finite(target, batch):

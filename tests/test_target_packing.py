@@ -7,13 +7,15 @@ import pytest
 import torch
 from tiny_runs import tiny_config, write_dataset
 from tiny_targets import MASK_TOKEN, VOCAB, make_batch, save_target
+from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from dflash_nb.data.dataset import Batch
+from dflash_nb.model import packing
 from dflash_nb.model.anchors import draw_anchors
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.objective import Objective, block_loss
-from dflash_nb.model.packing import check_packing, require_packable
-from dflash_nb.model.target import FrozenTarget, TargetError, read_target_info
+from dflash_nb.model.packing import PackingError, check_packing, require_packable
+from dflash_nb.model.target import FrozenTarget, read_target_info
 from dflash_nb.pipeline.job import prepare_job
 from dflash_nb.pipeline.memory import predict_job
 from dflash_nb.pipeline.run import read_run
@@ -84,10 +86,75 @@ def test_loss_and_gradients_of_a_document_are_the_same_packed_and_alone(folders)
 
 @pytest.mark.parametrize(("family", "kind"), [("hybrid", "linear_attention"), ("gemma2", "sliding_attention")])
 def test_targets_that_would_leak_are_refused_before_they_are_loaded(folders, family, kind):
-    with pytest.raises(TargetError, match=rf"of the 8 layers of .* are {kind}.*Use strategy bucketed"):
+    with pytest.raises(PackingError, match=rf"of the 8 layers of .* are {kind}"):
         require_packable(read_target_info(folders[family]))
-    with pytest.raises(TargetError, match="strategy packed needs"):
+    with pytest.raises(PackingError, match="strategy packed needs"):
         FrozenTarget.load(folders[family], LAYER_IDS, packed=True)
+
+
+def by_document(function, axis):
+    """What a kernel does that knows the documents: begin anew at every border. Transformers' own fallback ignores the borders."""
+
+    def run(*tensors, seq_idx=None, cu_seqlens=None, **options):
+        lengths = (torch.bincount(seq_idx[0]) if cu_seqlens is None else cu_seqlens.diff()).tolist()
+
+        def part(value, document):
+            runs_along = isinstance(value, torch.Tensor) and value.dim() > 2 and value.shape[axis] == sum(lengths)
+            return value.split(lengths, axis)[document] if runs_along else value
+
+        outputs = []
+        for document in range(len(lengths)):
+            named = {name: part(value, document) for name, value in options.items()}
+            outputs.append(function(*(part(tensor, document) for tensor in tensors), **named))
+        if isinstance(outputs[0], tuple):
+            return torch.cat([output for output, _ in outputs], axis), None
+        return torch.cat(outputs, axis)
+
+    return run
+
+
+def test_a_hybrid_target_packs_where_its_kernels_know_the_documents(folders, monkeypatch):
+    """As on a GPU with its kernels: the functions that transformers would replace by them begin anew at the documents' borders."""
+    monkeypatch.setattr(packing, "missing_kernels", lambda device: "")
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", by_document(modeling.causal_conv1d_fn, 2))
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", by_document(modeling.torch_chunk_gated_delta_rule, 1))
+    batch = make_batch([17, 5, 70, 1, 12])
+    packed = FrozenTarget.load(folders["hybrid"], LAYER_IDS, with_last_hidden=True, packed=True).features(batch)
+    monkeypatch.undo()
+    padded = FrozenTarget.load(folders["hybrid"], LAYER_IDS, with_last_hidden=True).features(batch)
+    torch.testing.assert_close(packed.features_ND, padded.features_ND, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.last_hidden_NH, padded.last_hidden_NH, rtol=1e-5, atol=1e-5)
+    assert packed.padded_tokens == 105
+
+
+def test_kernels_that_ignore_the_documents_are_found_out_when_the_target_starts(folders, monkeypatch):
+    monkeypatch.setattr(packing, "missing_kernels", lambda device: "")
+    with pytest.raises(PackingError, match="second of two packed documents differs by"):
+        FrozenTarget.load(folders["hybrid"], LAYER_IDS, packed=True)
+
+
+def test_missing_kernels_are_named(monkeypatch):
+    assert packing.missing_kernels(torch.device("cpu")) == "only in kernels for GPUs"
+    monkeypatch.setattr(packing, "find_spec", lambda module: None)
+    assert packing.missing_kernels(torch.device("cuda")) == "only with flash-linear-attention and causal-conv1d installed"
+    monkeypatch.setattr(packing, "find_spec", lambda module: object())
+    assert packing.missing_kernels(torch.device("cuda")) == ""
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_run_that_cannot_pack_pads_and_says_why(folders, tmp_path, monkeypatch, capsys, promised):
+    """Both where the config shows it and where only the loaded target does."""
+    if promised:
+        monkeypatch.setattr(packing, "missing_kernels", lambda device: "")
+    data = write_dataset(tmp_path / "data")
+    config = tiny_config(data, folders["hybrid"], tmp_path / "runs", strategy="packed", max_steps=2)
+    assert bool(prepare_job(config).notes) is not promised
+    run = read_run(train(config).run_dir)
+    assert run.config["strategy"] == "bucketed" and len(run) == 2
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == [run.folder.name]
+    [warning] = [event["text"] for event in run.events_of("warning")]
+    assert ("differs by" if promised else "are linear_attention") in warning and warning.endswith("as with strategy bucketed")
+    assert warning in capsys.readouterr().out
 
 
 def test_the_self_test_notices_attention_across_documents(folders):
@@ -100,7 +167,7 @@ def test_the_self_test_notices_attention_across_documents(folders):
         inputs.pop("position_ids", None)
         return target.capture(where_N, with_last_hidden, **inputs)
 
-    with pytest.raises(TargetError, match="second of two packed documents differs by"):
+    with pytest.raises(PackingError, match="second of two packed documents differs by"):
         check_packing(leaking, target.info, target.device)
 
 
@@ -113,5 +180,3 @@ def test_a_packed_run_trains_and_logs_no_padding(folders, tmp_path):
     run = read_run(summary.run_dir)
     assert len(run) == 3 and np.array_equal(run.steps["tokens"], run.steps["padded_tokens"])
     assert json.loads((run.folder / "plan.json").read_text())["epochs"][0]["efficiency"] == 1
-    with pytest.raises(TargetError, match="linear_attention"):
-        prepare_job(tiny_config(data, folders["hybrid"], tmp_path / "runs", strategy="packed"))

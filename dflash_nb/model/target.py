@@ -187,13 +187,13 @@ class FrozenTarget:
 
         ``dtype`` "auto" is the checkpoint's own on an accelerator and float32 on a CPU, where bfloat16 saves nothing and decoding
         would meet ties. ``with_last_hidden`` keeps the state after the final norm too (for KL), which runs all layers.
-        ``packed`` runs the rows of a batch behind each other as one, without padding; TargetError where the target cannot.
+        ``packed`` runs the rows of a batch behind each other as one, without padding; PackingError where the target cannot.
         """
         info = name if isinstance(name, TargetInfo) else read_target_info(name)
         layer_ids = check_layer_ids(layer_ids, info.num_layers)
-        if packed:
-            require_packable(info)
         device = torch.device(device)
+        if packed:
+            require_packable(info, device)
         if isinstance(dtype, str) and dtype != "auto":
             dtype = getattr(torch, dtype)
         if dtype == "auto" and device.type == "cpu":
@@ -232,7 +232,7 @@ class FrozenTarget:
         loss_mask_BT = _move(torch.from_numpy(batch.loss_mask_BT), self.device)
         input_ids_N = input_ids_BT.flatten()[where_N]
         if self.packed:
-            inputs, places_N = packed_inputs(input_ids_N, lengths_B), torch.arange(len(where_N), device=self.device)
+            inputs, places_N = packed_inputs(input_ids_N, lengths_B, self.info.is_hybrid), torch.arange(len(where_N), device=self.device)
         else:
             inputs, places_N = {"input_ids": input_ids_BT, "use_cache": False}, where_N
         self._wait()
@@ -283,7 +283,7 @@ class FrozenTarget:
         """Captured layers and final states of one row of tokens, run as batches are."""
         ids_N = ids_N.to(self.device)
         plain = {"input_ids": ids_N[None], "use_cache": False}
-        inputs = packed_inputs(ids_N, torch.tensor([len(ids_N)])) if self.packed else plain
+        inputs = packed_inputs(ids_N, torch.tensor([len(ids_N)]), self.info.is_hybrid) if self.packed else plain
         return self.capture(torch.arange(len(ids_N), device=self.device), True, **inputs)
 
     def _hook(self, k: int):

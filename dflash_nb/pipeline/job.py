@@ -5,7 +5,7 @@ sample, about 10 s for 902,087 rows (most of it the scan for token ids that the 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +16,7 @@ from dflash_nb.data.dataset import Batch, TokenDataset, dataset_path
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.data.source import DatasetError
 from dflash_nb.model.drafter import DrafterConfig
-from dflash_nb.model.packing import require_packable
+from dflash_nb.model.packing import PackingError, require_packable
 from dflash_nb.model.target_info import TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.local import Placement, place, place_drafter
@@ -36,7 +36,8 @@ class Job:
     """A checked run.
 
     options: the arguments of ``plan_epoch`` besides lengths and epoch. longest: tokens of the longest sample that runs. plans: a summary
-    of each epoch's plan. steps: optimiser steps of each epoch. tokens_by_step: real tokens of every step, in order.
+    of each epoch's plan. steps: optimiser steps of each epoch. tokens_by_step: real tokens of every step, in order. notes: what is done
+    otherwise than asked, in sentences.
     """
 
     config: TrainConfig
@@ -51,6 +52,7 @@ class Job:
     plans: tuple[dict[str, Any], ...]
     steps: tuple[int, ...]
     tokens_by_step: np.ndarray
+    notes: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int:
@@ -149,8 +151,12 @@ def prepare_job(config: TrainConfig) -> Job:
     """
     placement = placement_of(config)
     info = read_target_info(config.target, config.mask_token_id)
+    notes: tuple[str, ...] = ()
     if config.strategy == "packed":
-        require_packable(info)
+        try:
+            require_packable(info, placement.targets[0])
+        except PackingError as refusal:
+            config, notes = padded_instead(config, refusal)
     path = dataset_path(config.dataset)
     dataset = TokenDataset.open(path, withhold=config.heldout_rows)
     heldout = TokenDataset.open(path, "heldout", withhold=config.heldout_rows)
@@ -207,7 +213,13 @@ def prepare_job(config: TrainConfig) -> Job:
         plans=tuple(_describe(*each, dataset.lengths) for each in zip(plans, [*plans[1:], None], steps, strict=True)),
         steps=tuple(steps),
         tokens_by_step=np.concatenate(tokens),
+        notes=notes,
     )
+
+
+def padded_instead(config: TrainConfig, refusal: PackingError) -> tuple[TrainConfig, tuple[str]]:
+    """The configuration with padded batches, and the sentence that says why."""
+    return replace(config, strategy="bucketed"), (f"{refusal}; so batches are padded, as with strategy bucketed",)
 
 
 def placement_of(config: TrainConfig) -> Placement:

@@ -135,14 +135,13 @@ def feature_bytes(config: DrafterConfig, number: int, with_last_hidden: bool = F
 
 
 def target_moment(info: TargetInfo, size: TargetSize, shape: Shape, device: str, number: int) -> Any:
-    """Largest temporary of the target's forward without its features: the widest of MLP, attention (which makes the padding mask a
-    number a token pair) and recurrent layer; the mask itself stays a byte a pair.
+    """Largest temporary of the target's forward without its features: the widest of MLP, attention (no mask is made, no scores are held)
+    and recurrent layer.
     """
     width, query, key_value = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
-    attention = 3 * width + 3 * query + 4 * key_value + shape.padded_length
+    attention = 3 * width + 3 * query + 4 * key_value
     recurrent = 3 * width + size.recurrent_numbers if _kind(device) == "cpu" else 0  # accelerators have a kernel that holds less
-    a_token = np.maximum(max(4 * width + 3 * info.intermediate_size, recurrent), attention)
-    return shape.padded_tokens * (a_token * number + shape.padded_length)
+    return shape.padded_tokens * max(4 * width + 3 * info.intermediate_size, recurrent, attention) * number
 
 
 def kept_for_backward(config: DrafterConfig, shape: Shape, number: int) -> Any:

@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from dflash_nb.model.export import export_drafter
+from dflash_nb.model.packing import PackingError
 from dflash_nb.pipeline.checkpoint import CheckpointError, newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.evaluate import evaluate
 from dflash_nb.pipeline.interrupt import Hold, interruptible
-from dflash_nb.pipeline.job import Job, prepare_job
+from dflash_nb.pipeline.job import Job, padded_instead, prepare_job
 from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, target_pool
 from dflash_nb.pipeline.models import load_models
 from dflash_nb.pipeline.prefetch import Prefetcher
@@ -48,7 +49,15 @@ def train(config: TrainConfig) -> RunSummary:
     an error leaves one too where it can and is raised. No thread is left.
     """
     config = config.resumed()
-    job = prepare_job(config)
+    try:
+        return _train(prepare_job(config))
+    except PackingError as refusal:  # found out when the target was asked, before the first step
+        padded, notes = padded_instead(config, refusal)
+        return _train(replace(prepare_job(padded), notes=notes))
+
+
+def _train(job: Job) -> RunSummary:
+    config = job.config
     threads = intra_op_threads(config.threads, len(job.placement.targets))
     with interruptible() as hold, _torch_state(threads, config.seed, job.placement.drafter), _open_run(job) as (log, start):
         run = _Run(job, log, hold)
@@ -116,6 +125,8 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
         log.write("plan", _planned(job))
     with log:
         print(f"run folder: {folder}", flush=True)
+        for note in job.notes:
+            _warn(log, note)
         for error in broken:
             _warn(log, f"passed over a broken checkpoint: {error}" if isinstance(error, CheckpointError) else error)
         yield log, start

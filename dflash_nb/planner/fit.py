@@ -134,7 +134,7 @@ def held_out(terms_MP: np.ndarray, seconds_M: np.ndarray, fold_M: np.ndarray) ->
 
 
 def relative_errors(predicted_M: np.ndarray, seconds_M: np.ndarray, shape_M: np.ndarray | None = None) -> dict[str, float]:
-    """``median`` and ``p90`` over shapes of the error without sign relative to what was measured; ``total``, that of the sums with sign.
+    """``median`` and ``p90`` over shapes of the relative error without sign, and ``total``, that of the sums with its sign.
 
     A shape's batches count once, by their median: one batch alone is off by the machine's noise too. Without ``shape_M`` all differ.
     """

@@ -8,6 +8,7 @@ A check is one line: OK, LOOK or STOP, evidence with a number, and what to do. `
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from dflash_nb.data.dataset import Batch, TokenDataset, dataset_path
 from dflash_nb.model.drafter import DFlashDrafter
 from dflash_nb.model.export import export_drafter
 from dflash_nb.model.initialise import scale_to_head
+from dflash_nb.model.packing import PackingError
 from dflash_nb.model.target import Features, FrozenTarget, TargetHead
 from dflash_nb.model.target_info import GROWING_LAYERS, TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.job import Job, placement_of, prepare_job
+from dflash_nb.pipeline.job import Job, padded_instead, placement_of, prepare_job
 from dflash_nb.pipeline.local import Placement, bytes_per_token, load_targets
 from dflash_nb.pipeline.memory import predict_job
 
@@ -92,13 +94,10 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
     if memory is not None:
         checks.append(environment.memory(memory, environment.free_memory(memory.devices)))
     first, device = job.placement.targets[0], job.placement.drafter
-    packed, alone = job.config.strategy == "packed", Placement((first,), device)
-    loaded = _attempt(
-        checks, "target weights", load_targets, job.info, job.drafter.target_layer_ids, alone, job.config.dtype, False, packed
-    )
+    loaded = _attempt(checks, "target weights", _load_target, job, Placement((first,), device))
     if loaded is None:
         return
-    target = loaded[0]
+    target, refused = loaded
     if job.config.engine == "ray":
         checks.append(cluster.cluster(job, bytes_per_token(target)))
     head = target.head(device)
@@ -109,7 +108,7 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
     batch = _few_rows(job, PROBE_ROWS, PROBE_LENGTH)
     checks.append(environment.disk(job.config.runs_folder, environment.run_bytes(drafter, job.config.keep_checkpoints)))
     checks.append(data.batch_rows(job.dataset, batch))
-    checks += examine_target(target, batch, packed)
+    checks += examine_target(target, batch, refused)
     learned = target.features(_few_rows(job, LOSS_ROWS, LOSS_LENGTH)).to(device)
     checks += examine_drafter(drafter, head, job.info, learned, environment.existing(job.config.runs_folder))
     del loaded, target, head, drafter, learned
@@ -117,13 +116,24 @@ def _examine_models(job: Job, checks: list[Check]) -> None:
         torch.cuda.empty_cache()
 
 
-def examine_target(target: FrozenTarget, batch: Batch, packed: bool = False) -> list[Check]:
-    """The experiments on a loaded target, with a few rows of data; ``packed`` says whether rows will be packed."""
+def _load_target(job: Job, alone: Placement) -> tuple[FrozenTarget, str]:
+    """One target as training would load it, and why its rows are padded though the run asked for packed ones."""
+    load = partial(load_targets, job.info, job.drafter.target_layer_ids, alone, job.config.dtype, False)
+    if job.config.strategy != "packed":
+        return load(False)[0], " ".join(job.notes)
+    try:
+        return load(True)[0], ""
+    except PackingError as refusal:
+        return load(False)[0], padded_instead(job.config, refusal)[1][0]
+
+
+def examine_target(target: FrozenTarget, batch: Batch, refused: str = "") -> list[Check]:
+    """The experiments on a loaded target, with a few rows of data; ``refused`` says why rows will not be packed though asked for."""
     return [
         features.capture(target, batch),
         features.feature_rows(target, batch),
         features.padding(target, batch),
-        features.packing(target, batch, packed),
+        features.packing(target, batch, refused),
         features.alive(target, batch),
         features.head(target, batch),
     ]

@@ -125,15 +125,20 @@ def padding(target: FrozenTarget, batch: Batch) -> Finding:
 
 
 @check("packing")
-def packing(target: FrozenTarget, batch: Batch, packed: bool) -> Finding:
-    """Has a row the same features when it stands behind another one in a packed row? A STOP only if the run packs."""
+def packing(target: FrozenTarget, batch: Batch, refused: str = "") -> Finding:
+    """Has a row the same features when it stands behind another one in a packed row? A STOP only if the run packs.
+
+    refused: why the run pads its rows though packed ones were asked for.
+    """
+    if refused:
+        return look(refused, "nothing, if padded batches will do; strategy bucketed asks for them")
     first, second = one_row(batch, 0, PROBE_TOKENS), one_row(batch, batch.rows - 1, PROBE_TOKENS)
     ids_1T = torch.cat([_ids(target, first), _ids(target, second)], 1)
     positions = torch.cat([torch.arange(row.padded_length, device=target.device) for row in (first, second)])[None]
     every_T = torch.arange(ids_1T.shape[1], device=target.device)
     inputs = {"input_ids": ids_1T, "position_ids": positions, "use_cache": False}
-    if packed and target.packed:
-        inputs = packed_inputs(ids_1T[0], torch.tensor([first.padded_length, second.padded_length]))
+    if target.packed:
+        inputs = packed_inputs(ids_1T[0], torch.tensor([first.padded_length, second.padded_length]), target.info.is_hybrid)
     try:
         together, _ = target.capture(every_T, False, **inputs)
     except Exception as error:  # a refusal is an answer
@@ -144,7 +149,7 @@ def packing(target: FrozenTarget, batch: Batch, packed: bool) -> Finding:
             return ok(f"the second of 2 packed rows differs by at most {away:.1g} from itself alone")
         kind = "recurrent layers carry their state over" if target.info.is_hybrid else "attention reads the row before"
         evidence = f"the second of 2 packed rows changes by {away:.2g}, {kind}"
-    return stop(evidence, "set strategy to bucketed") if packed else ok(f"not used; {evidence}")
+    return stop(evidence, "set strategy to bucketed") if target.packed else ok(f"not used; {evidence}")
 
 
 @check("head")
