@@ -395,6 +395,12 @@ class PaddingConfig(PlanningConfig):
     seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "seeds to plan with", at_least=0)
     cost: str = option("", COST_HELP, path="always")
     runs: tuple[str, ...] = option((), "run folders whose measured speed is shown beside the predicted one", path="always")
+    experiment: str = option(
+        "sample",
+        "strategies measured in training, as sample, smollm2 or a strategies.json, empty for none",
+        path="existing",
+        names=("sample", "smollm2"),
+    )
 
     @property
     def plan_options(self) -> dict[str, Any]:

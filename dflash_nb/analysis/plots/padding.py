@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dflash_nb.analysis.experiment import speed_rows
 from dflash_nb.planner.batches import BatchPlan
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import lag1, longest_run
@@ -104,6 +105,32 @@ def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), nam
         finding += f"; the prediction for {len(shown)} measured run{'s' * (len(shown) > 1)} is off by {percent(max(map(abs, off)))} at most"
     note = f"{name + ': ' if name else ''}whiskers: spread over {table[0]['n']} plans and model error; diamonds: runs, 2 standard errors"
     return finish(figure, finding, note)
+
+
+def trained(experiment: dict, name: str) -> Plot:
+    """Speed of real training with each strategy, relative to sorted: as the cost model predicted it and as measured.
+
+    experiment: from :func:`dflash_nb.analysis.experiment.read_experiment`.
+    """
+    rows = speed_rows(experiment)
+    figure, axes = new_figure(height=1.6 + 0.42 * len(rows))
+    axis = axes[0, 0]
+    axis.grid(False)
+    for y, row in enumerate(rows):
+        noise = 2 * (row["ratio_error"] or 0.0)
+        axis.barh(y, row["measured_ratio"], xerr=noise, color=ACCENT, height=0.5, error_kw={"ecolor": INK, "capsize": 3, "linewidth": 1})
+        axis.plot(row["predicted_ratio"], y, "D", color=WARN, markersize=5)
+        right = max(row["measured_ratio"] + noise, row["predicted_ratio"])
+        axis.text(right, y, f"  {row['measured_ratio']:.2f} ± {noise:.2f}, {percent(row['padding'])} padding", va="center", fontsize=8)
+    axis.set_yticks(range(len(rows)), [row["strategy"] for row in rows])
+    axis.invert_yaxis()
+    axis.set(xlabel="real tokens a second, relative to sorted", xlim=(0, 1.45))
+    off = max(abs(row["predicted_over_measured"] - 1) for row in rows)
+    [auto] = [row["measured_ratio"] for row in rows if row["strategy"] == "bucketed auto"]
+    finding = f"In real training auto buckets reach {auto:.2f} of sorted; predicted speeds are off by {percent(off)} at most"
+    options = experiment["options"]
+    how = f"target {options['target']}, {experiment['cost']['belongs_to']['hardware']}, {options['rounds']} interleaved rounds"
+    return finish(figure, finding, f"{name}: {how}; bars measured, whiskers two standard errors, diamonds predicted")
 
 
 def model_error(cost: CostModel) -> float:
