@@ -109,7 +109,6 @@ def with_small_vocabulary(made, tmp_path):
         ({"buckets": "auto", "max_length": 1, "too_long": "truncate"}, "none of the 60 rows of an epoch has two supervised tokens"),
         ({"buckets": "auto", "max_length": 3, "too_long": "truncate"}, r"max_length 3, too_long truncate\), so there is nothing to draft"),
         ({"max_length": 30, "too_long": "truncate"}, "buckets: no sample is as long as 32, the longest has 30 tokens"),
-        ({"strategy": "packed", "target": "sample"}, "6 of the 8 layers of sample are linear_attention"),
         ({"topology": "2-2"}, "train one drafter; use 2-1"),
         ({"device": "cuda:7"}, "GPUs are visible"),
         ({"device": "gpu"}, "use auto, cpu, cuda"),

@@ -94,13 +94,17 @@ def packed_inputs(input_ids_N: Tensor, lengths_B: Tensor, recurrent: bool = Fals
 
 
 def check_packing(capture: Callable[..., tuple[Tensor, Tensor | None]], info: TargetInfo, device: torch.device) -> None:
-    """Run two documents packed and each alone, and compare the second one's captured layers. Raises PackingError if they differ.
+    """Run two documents packed and each alone, and compare the second one's captured layers. Raises PackingError where they differ or
+    packed ones are refused.
 
     capture: ``FrozenTarget.capture`` of the loaded target.
     """
     ids_N = torch.randint(info.valid_vocab, (sum(PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
     every_N = torch.arange(len(ids_N), device=device)
-    packed, _ = capture(every_N, False, **packed_inputs(ids_N, torch.tensor(PROBE_LENGTHS), info.is_hybrid))
+    try:
+        packed, _ = capture(every_N, False, **packed_inputs(ids_N, torch.tensor(PROBE_LENGTHS), info.is_hybrid))
+    except (ValueError, TypeError) as refusal:  # a model that does not know documents, or that lacks the kernels for them
+        raise PackingError(f"{info.name} does not take packed rows ({refusal})") from refusal
     second = ids_N[PROBE_LENGTHS[0] :]
     alone, _ = capture(every_N[: len(second)], False, input_ids=second[None], use_cache=False)
     away = float(((packed[PROBE_LENGTHS[0] :] - alone).float().norm(dim=-1) / alone.float().norm(dim=-1).clamp_min(1e-6)).max())
