@@ -3,6 +3,7 @@
     python benchmarks/planner.py                      # 902,087 lengths, all strategies, peers that are installed
     python benchmarks/planner.py --size 20e6 --no-peers
     python benchmarks/planner.py --size 100e6 --no-peers --only bucketed
+    python benchmarks/planner.py --tokens 1e6         # lengths of a Parquet file with so many rows of real tokens and no length column
 
 Every row is a process of its own, so that its peak memory is its own: growth over what the lengths already took. CPU seconds
 are the best of three for up to two million lengths, of one beyond. Peers are lhotse's DynamicBucketingSampler,
@@ -27,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash_nb.data.dataset import TokenDataset, dataset_path
 from dflash_nb.data.lengths import LengthHistogram, read_histogram, read_lengths
 from dflash_nb.planner.batches import BatchPlan, plan_epoch
 from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES, optimize_buckets
@@ -234,6 +236,28 @@ def run_reading(size: int) -> dict[str, Any]:
     }
 
 
+def run_offsets(rows: int) -> dict[str, Any]:
+    """Lengths of a Parquet file with ``rows`` rows of the sample's tokens, over and over, and no length column."""
+    source = TokenDataset.open(dataset_path("sample"))
+    tokens = pa.array([source.row(i)[0] for i in range(min(len(source), 20_000))], pa.list_(pa.int32()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.parquet"
+        with pq.ParquetWriter(path, pa.schema({"input_ids": tokens.type})) as writer:
+            for start in range(0, rows, len(tokens)):
+                writer.write_table(pa.table({"input_ids": tokens[: rows - start]}))
+        walls = []
+
+        def read() -> np.ndarray:
+            started = time.perf_counter()
+            lengths = read_lengths(path)
+            walls.append(time.perf_counter() - started)
+            return lengths
+
+        lengths, cpu, _ = measured(read, 5)
+        assert len(lengths) == rows and lengths[0] == len(source.row(0)[0])
+        return {"rows": rows, "tokens": int(lengths.sum()), "bytes": path.stat().st_size, "cpu_seconds": cpu, "wall_seconds": min(walls)}
+
+
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     ours_seconds = next((row["cpu_seconds"] for row in rows if row["plan"] == "bucketed"), None)
     yield (
@@ -256,11 +280,18 @@ def main() -> None:
     parser.add_argument("--size", type=lambda text: int(float(text)), default=902_087, help="number of lengths, for example 20e6")
     parser.add_argument("--only", nargs="*", default=[], metavar="PLAN", help="rows to run, by name")
     parser.add_argument("--no-peers", action="store_true", help="leave out the samplers of others")
+    parser.add_argument("--tokens", type=lambda text: int(float(text)), help="only this: rows of a Parquet file without a length column")
     parser.add_argument("--json", type=Path, default=Path("planner.json"), help="where to write the numbers")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(run_reading(options.size) if options.case == "reading" else run_case(options.case, options.size)))
+        return
+    if options.tokens:
+        found = run_offsets(options.tokens)
+        print(f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['bytes']:,} bytes: ", end="")
+        print(f"{found['cpu_seconds']:.2f} s CPU, {found['wall_seconds']:.2f} s wall, best of 5")
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
         return
     peers = [] if options.no_peers else [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)]
     names = [name for name in [*OURS, *peers] if not options.only or name in options.only]
