@@ -267,8 +267,9 @@ def main() -> None:
         cost, measured = calibrate(config, options.calibration)
         print(report(cost, measured), flush=True)
     jobs = strategies(config, cost)
-    results: dict[str, Any] = {"about": {"python": platform.python_version(), "machine": platform.platform(), "cores": os.cpu_count()}}
-    results |= {"options": vars(options) | {"out": None, "cost": None}, "cost": cost.to_json()}
+    results: dict[str, Any] = {"about": {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}}
+    told = vars(options) | {"out": None, "cost": None, "dataset": Path(options.dataset).name}
+    results |= {"options": told, "cost": cost.to_json()}
     with tempfile.TemporaryDirectory() as folder:
         parts = {
             "speed": lambda: measure_speed(jobs, options.rounds, options.tokens, options.calibration),
