@@ -14,6 +14,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from dflash_nb.analysis.plots.style import LINE
+
 STYLE = """
 :root { color-scheme: light }
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff; max-width: 56rem; margin: 0 auto; padding: 1rem }
@@ -78,7 +80,7 @@ def _with_captions(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
         if output.output_type != "stream" or output.text.strip():
             yield output
         alt = alternative(output)
-        printed = "\n".join(textwrap.wrap(alt, 120))
+        printed = "\n".join(textwrap.wrap(alt, LINE))
         if alt:
             caption = f'<p class="caption">{html.escape(alt)}</p>'
             yield nbformat.v4.new_output("display_data", {"text/html": caption, "text/plain": alt})

@@ -56,7 +56,7 @@ def elbow(rows: Sequence[dict], chosen: BucketPlan, name: str = "") -> Plot:
     axis.plot(k, 100 * waste, "o", color=WARN, markersize=11, fillstyle="none", markeredgewidth=1.8)
     axis.annotate(f"chosen: {k} buckets, {percent(waste)}", (k, 100 * waste), (-8, -16), textcoords="offset points", fontsize=9, ha="right")
     axis.set_xscale("log", base=2)
-    largest = max(x.max() for x, _ in curves.values())
+    largest = max(k, *(x.max() for x, _ in curves.values()))
     ticks = 2 ** np.arange(0, np.ceil(np.log2(max(2, largest))) + 1)
     axis.set_xticks(ticks, [f"{int(t)}" for t in ticks])
     axis.set_yscale("log")

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+LINE = 100  # characters
 WIDTH_IN, HEIGHT_IN, DPI = 7.0, 4.0, 110
 OKABE_ITO = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")  # told apart by everybody
 INK, FAINT, ACCENT, WARN = "#222222", "#9a9a9a", OKABE_ITO[5], OKABE_ITO[6]
@@ -69,7 +70,12 @@ def show(plot: Plot) -> None:
     from IPython.display import Image, display
 
     display(Image(data=plot.png, format="png", alt=plot.finding), metadata={"image/png": {"alt": plot.finding}})
-    print("\n".join(textwrap.wrap(plot.finding, 120)))
+    say(plot.finding)
+
+
+def say(text: str) -> None:
+    """Print ``text`` in lines that fit a notebook's cell, where longer ones are broken within a word."""
+    print("\n".join(textwrap.wrap(text, LINE)))
 
 
 def table(rows: Sequence[dict], columns: Sequence[str] | None = None, most: int = 12, digits: int = 3) -> pd.DataFrame:
