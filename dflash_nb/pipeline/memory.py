@@ -2,8 +2,8 @@
 
 Weights are counted exactly (the target's class is built without storage); activations by formulas that follow the code: what the
 backward pass keeps, and the largest temporary on top of it. On a CPU, where target and drafter work at the same time, the largest
-moments of both are added. Predicted / measured peaks of ``benchmarks/memory.py``: 0.94 to 1.13 over the eight runs that the slack was
-fitted on, 0.98 to 1.16 over four others, and 0.81 and 0.98 in two measurements of a hybrid target with rows of 2,500 tokens.
+moments of both are added. Predicted / measured peaks of ``benchmarks/memory.py``: 0.96 to 1.13 over the eight runs that the slack was
+fitted on, 0.94, 1.11, 1.18 and 1.19 over four others.
 
 Shapes: N real tokens, P padded tokens, M drafted slots (blocks x block size), T longest row, E hidden, I MLP width, Q and G width of all
 query and of all key/value heads.
