@@ -168,6 +168,11 @@ def test_a_mask_token_that_cannot_serve_is_refused(tmp_path, mask, says):
         read_target_info(write(tmp_path, LLAMA | {"pad_token_id": None}), mask_token_id=2)
 
 
+@pytest.mark.parametrize(("given", "taken"), [(0, 0), (49151, 49151), (-1, None), (49152, None), (True, None), (1.5, None), (None, None)])
+def test_a_padding_id_that_no_row_of_the_embedding_has_counts_as_none(tmp_path, given, taken):
+    assert read_target_info(write(tmp_path, LLAMA | {"pad_token_id": given})).pad_token_id == taken
+
+
 @pytest.mark.parametrize(
     ("layers", "n", "ids"),
     [

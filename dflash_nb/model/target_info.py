@@ -123,6 +123,7 @@ def read_target_info(name: str | Path, mask_token_id: int | None = None) -> Targ
     vocab_size = need("vocab_size")
     eos = generation.get("eos_token_id", text.get("eos_token_id"))
     eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    pad = generation.get("pad_token_id", text.get("pad_token_id"))
     info = TargetInfo(
         name=str(name),
         path=path,
@@ -143,7 +144,7 @@ def read_target_info(name: str | Path, mask_token_id: int | None = None) -> Targ
         mask_token_id=_mask_token(mask_token_id, path, text, tokenizer),
         bos_token_id=text.get("bos_token_id"),
         eos_token_ids=eos_token_ids,
-        pad_token_id=generation.get("pad_token_id", text.get("pad_token_id")),
+        pad_token_id=pad if type(pad) is int and 0 <= pad < vocab_size else None,
         tokenizer_fingerprint=tokenizer.fingerprint,
         embed_scale=_embed_scale(text, hidden_size),
         logit_scale=_logit_scale(text),
