@@ -31,12 +31,38 @@ def test_what_is_no_experiment_is_refused_by_name(tmp_path):
     with pytest.raises(ExperimentError, match=r"none\.json is not there; choose sample, smollm2 or make one"):
         read_experiment(tmp_path / "none.json")
     good = read_experiment("sample")
+    first, rest = good["speed"][0], good["speed"][1:]
     for broken, what in (
-        ("{", "no measured speeds"),
-        ("[]", "no measured speeds"),
-        (json.dumps(good | {"speed": [{"strategy": "sorted"}]}), "lacks padding"),
-        (json.dumps(good | {"cost": {"source": "assumed"}}), "lacks a measured cost model"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "holds no object"),
+        ({"learning": good["learning"]}, "holds no measured speeds; make it with benchmarks/strategies.py --part speed"),
+        (good | {"speed": []}, "holds no measured speeds"),
+        (good | {"speed": [None]}, "holds no measured speeds"),
+        (good | {"speed": [{"strategy": "sorted"}]}, "lacks padding in row 1"),
+        (good | {"speed": [first | {"padding": None}, *rest]}, "holds None as padding in row 1"),
+        (good | {"speed": [first | {"predicted_ratio": float("nan")}, *rest]}, "holds nan as predicted_ratio"),
+        (good | {"speed": [first | {"measured_ratio": 10**400}, *rest]}, "holds 10000.* as measured_ratio"),
+        (good | {"speed": [first | {"measured_ratio": 0}, *rest]}, "holds 0 as measured_ratio"),
+        (good | {"speed": [first | {"strategy": 3}, *rest]}, "holds 3 as strategy"),
+        (good | {"speed": [first]}, "has 0 rows of the strategy 'bucketed auto'"),
+        (good | {"speed": [*good["speed"], *rest]}, "has 2 rows of the strategy 'bucketed auto'"),
+        (good | {"options": {"target": "sample"}}, r"lacks options\.rounds"),
+        (good | {"cost": good["cost"] | {"belongs_to": "here"}}, r"lacks cost\.belongs_to\.hardware"),
+        (good | {"cost": good["cost"] | {"source": "assumed"}}, "lacks a measured cost model"),
+        (good | {"cost": good["cost"] | {"source": 3}}, "lacks a measured cost model"),
+        (good | {"learning": [3]}, "holds a learning that is no list of rows"),
     ):
-        (tmp_path / "s.json").write_text(broken)
-        with pytest.raises(ExperimentError, match=rf"s\.json .*{what}"):
+        (tmp_path / "s.json").write_text(broken if isinstance(broken, str) else json.dumps(broken))
+        with pytest.raises(ExperimentError, match=rf"s\.json {what}"):
             read_experiment(tmp_path / "s.json")
+    for path in (tmp_path, tmp_path / ("n" * 300)):
+        with pytest.raises(ExperimentError, match=r"cannot be read: .* give the path of a strategies\.json"):
+            read_experiment(path)
+
+
+def test_the_picture_has_room_for_the_fastest():
+    good = read_experiment("sample")
+    fast = [row | {"measured_ratio": 3.0, "ratio_error": None} if row["strategy"] == "pooled" else row for row in good["speed"]]
+    [axis] = padding.trained(good | {"speed": fast}, "mine").figure.axes
+    assert axis.get_xlim()[1] > 3.5

@@ -6,6 +6,8 @@ millisecond to read.
 """
 
 import json
+import reprlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from dflash_nb.home import asset
 
 SHIPPED = ("sample", "smollm2")
 COLUMNS = ("strategy", "padding", "predicted_ratio", "measured_ratio", "ratio_error", "predicted_over_measured")
+AUTO = "bucketed auto"  # the strategy that the picture speaks of
 
 
 class ExperimentError(PlainError, ValueError):
@@ -31,17 +34,55 @@ def read_experiment(source: str | Path) -> dict[str, Any] | None:
     path = asset(f"strategies_{source}.json") if shipped else Path(source)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for row in found["speed"] for name in COLUMNS if name not in row]
-        source_of_cost = found["cost"]["source"]
     except FileNotFoundError:
         raise ExperimentError(
             f"experiment: {path} is not there; choose {', '.join(SHIPPED)} or make one with benchmarks/strategies.py"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExperimentError(f"experiment: {path} holds no measured speeds ({error!r}); make it with benchmarks/strategies.py") from error
-    if missing or not source_of_cost.startswith("measured"):
-        raise ExperimentError(f"experiment: {path} lacks {missing[0] if missing else 'a measured cost model'}; make it again")
+    except OSError as error:
+        raise ExperimentError(
+            f"experiment: {path} cannot be read: {error.strerror}; give the path of a strategies.json"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ExperimentError(f"experiment: {path} is no JSON ({error}); make it with benchmarks/strategies.py") from error
+    if problem := _problem(found):
+        raise ExperimentError(f"experiment: {path} {problem}; make it with benchmarks/strategies.py --part speed")
     return found
+
+
+def _problem(found: Any) -> str:
+    """What of ``found`` the table and the picture cannot show, as a predicate; empty for good results."""
+    if not isinstance(found, dict):
+        return "holds no object of results"
+    speed, learning = found.get("speed"), found.get("learning", [])
+    if not isinstance(speed, list) or not speed or not all(isinstance(row, dict) for row in speed):
+        return "holds no measured speeds"
+    for number, row in enumerate(speed, 1):
+        if lacking := [name for name in COLUMNS if name not in row]:
+            return f"lacks {lacking[0]} in row {number} of speed"
+        nameless = not isinstance(row["strategy"], str)
+        wrong = [name for name in COLUMNS[1:] if not _finite(row[name]) and (name != "ratio_error" or row[name] is not None)]
+        if nameless or wrong or row["measured_ratio"] <= 0:
+            name = "strategy" if nameless else (wrong or ["measured_ratio"])[0]
+            return f"holds {reprlib.repr(row[name])} as {name} in row {number} of speed"
+    if (count := sum(row["strategy"] == AUTO for row in speed)) != 1:
+        return f"has {count} rows of the strategy {AUTO!r} and needs one"
+    for place in (("options", "target"), ("options", "rounds"), ("cost", "source"), ("cost", "belongs_to", "hardware")):
+        value = found
+        for key in place:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is None:
+            return f"lacks {'.'.join(place)}"
+    if not str(found["cost"]["source"]).startswith("measured"):
+        return "lacks a measured cost model"
+    if not isinstance(learning, list) or not all(isinstance(row, dict) for row in learning):
+        return "holds a learning that is no list of rows"
+    return ""
+
+
+def _finite(value: Any) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def speed_rows(experiment: dict[str, Any] | None) -> list[dict[str, Any]]:

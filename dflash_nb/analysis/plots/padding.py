@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dflash_nb.analysis.experiment import speed_rows
+from dflash_nb.analysis.experiment import AUTO, speed_rows
 from dflash_nb.planner.batches import BatchPlan
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import lag1, longest_run
@@ -116,17 +116,19 @@ def trained(experiment: dict, name: str) -> Plot:
     figure, axes = new_figure(height=1.6 + 0.42 * len(rows))
     axis = axes[0, 0]
     axis.grid(False)
+    most = 0.0
     for y, row in enumerate(rows):
         noise = 2 * (row["ratio_error"] or 0.0)
         axis.barh(y, row["measured_ratio"], xerr=noise, color=ACCENT, height=0.5, error_kw={"ecolor": INK, "capsize": 3, "linewidth": 1})
         axis.plot(row["predicted_ratio"], y, "D", color=WARN, markersize=5)
         right = max(row["measured_ratio"] + noise, row["predicted_ratio"])
+        most = max(most, right)
         axis.text(right, y, f"  {row['measured_ratio']:.2f} ± {noise:.2f}, {percent(row['padding'])} padding", va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), [row["strategy"] for row in rows])
     axis.invert_yaxis()
-    axis.set(xlabel="real tokens a second, relative to sorted", xlim=(0, 1.45))
+    axis.set(xlabel="real tokens a second, relative to sorted", xlim=(0, 1.3 * most))
     off = max(abs(row["predicted_over_measured"] - 1) for row in rows)
-    [auto] = [row["measured_ratio"] for row in rows if row["strategy"] == "bucketed auto"]
+    [auto] = [row["measured_ratio"] for row in rows if row["strategy"] == AUTO]
     finding = f"In real training auto buckets reach {auto:.2f} of sorted; predicted speeds are off by {percent(off)} at most"
     options = experiment["options"]
     how = f"target {options['target']}, {experiment['cost']['belongs_to']['hardware']}, {options['rounds']} interleaved rounds"
