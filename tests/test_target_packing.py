@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_runs import tiny_config, write_dataset
 from tiny_targets import MASK_TOKEN, VOCAB, make_batch, save_target
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from dflash_nb.data.dataset import Batch
@@ -133,6 +134,51 @@ def test_a_hybrid_target_packs_where_its_kernels_know_the_documents(folders, mon
         own = torch.cat([getattr(each, name) for each in alone])
         assert ((getattr(packed, name) - own).norm(dim=1) < 1e-5 * own.norm(dim=1)).all()
     assert packed.padded_tokens == 105
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "kinds"),
+    [
+        ("mistral", {"sliding_window": 64}, {"sliding_attention"}),
+        ("starcoder2", {"sliding_window": 64}, {"sliding_attention"}),
+        ("mistral", {"sliding_window": None}, {"full_attention"}),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, {"full_attention"}),
+    ],
+)
+def test_a_window_that_names_no_layers_is_a_window(tmp_path, kind, shape, kinds):
+    """transformers saves no layer_types for some families; the window is there all the same and packing must not drop it."""
+    save_of_kind(tmp_path, kind, **shape)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    info = read_target_info(tmp_path)
+    assert set(info.layer_types) == kinds
+    if kinds == {"sliding_attention"}:
+        with pytest.raises(PackingError, match=r"4 of the 4 layers of .* are sliding_attention"):
+            require_packable(info)
+    else:
+        batch = make_batch([90, 5])
+        packed = FrozenTarget.load(info, (1, 3), packed=True).features(batch)
+        torch.testing.assert_close(packed.features_ND, FrozenTarget.load(info, (1, 3)).features(batch).features_ND, rtol=1e-5, atol=1e-5)
+
+
+def test_a_document_longer_than_a_window_is_refused_whatever_the_config_says():
+    query = torch.zeros(1, 2, 20, 4)
+    with pytest.raises(PackingError, match="12 tokens is longer than the window of 8"):
+        packing.attend_by_document(torch.nn.Module(), query, query, query, None, document_lengths=[12, 8], sliding_window=8)
+
+
+def test_a_target_without_such_attention_is_refused_with_its_reason(tmp_path):
+    save_of_kind(tmp_path, "bloom", n_layer=4, n_head=4)
+    with pytest.raises(PackingError, match="cannot be loaded with attention document by document"):
+        FrozenTarget.load(read_target_info(tmp_path), (1, 3), packed=True)
+
+
+def save_of_kind(folder, kind, **shape):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | ids | shape)).save_pretrained(folder)
+    (folder / "dflash.json").write_text(json.dumps({"mask_token_id": MASK_TOKEN}))
 
 
 def without_documents(function):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from dflash_nb.model.packing import PackingError
 from dflash_nb.model.target_info import TargetError, TargetInfo
 
 PROBE_TOKENS = 8
@@ -26,8 +27,8 @@ COPY_AGAIN = "Copy its files again from where the model is published"
 def load_model(info: TargetInfo, dtype: torch.dtype | str, attention: str | None = None) -> nn.Module:
     """The causal language model in ``info.path``, every weight of which comes from its files; on the CPU.
 
-    Raises TargetError, with the folder, for files that are damaged, lack tensors or do not fit the config. Prints a line for tensors
-    that are not used.
+    Raises TargetError, with the folder, for files that are damaged, lack tensors or do not fit the config, and PackingError for whatever
+    keeps it from loading with ``attention``. Prints a line for tensors that are not used.
     """
     where = f"target {info.name} in {info.path}"
     with silent():
@@ -44,6 +45,8 @@ def load_model(info: TargetInfo, dtype: torch.dtype | str, attention: str | None
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what damaged files raise differs by library and by release
+            if attention:  # most likely the class does not know it; if the files are damaged, loading without it says so
+                raise PackingError(f"{where} cannot be loaded with attention document by document ({_short(error)})") from error
             raise TargetError(
                 f"{where} cannot be loaded as a causal language model: {type(error).__name__}: {_short(error)}. "
                 f"{COPY_AGAIN}, or install the version of transformers that its config.json names"

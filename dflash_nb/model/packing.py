@@ -41,6 +41,8 @@ def attend_by_document(
     lengths = options.pop("document_lengths", None)
     if lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if (window := options.get("sliding_window")) and max(lengths) > window:  # whatever the config said
+        raise PackingError(f"a document of {max(lengths)} tokens is longer than the window of {window} tokens that a layer sees")
     documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     mixed = [sdpa_attention_forward(module, *document, None, **options)[0] for document in documents]
     return torch.cat(mixed, dim=1), None

@@ -240,8 +240,12 @@ def _layer_types(text: dict, num_layers: int) -> tuple[str, ...]:
     if "linear_num_value_heads" in text:
         every = text.get("full_attention_interval") or 4
         return tuple("full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers))
-    recurrent = any(key.startswith(("mamba_", "ssm_")) or key == "conv_L_cache" for key in text)
-    return ("recurrent" if recurrent else "full_attention",) * num_layers
+    if any(key.startswith(("mamba_", "ssm_")) or key == "conv_L_cache" for key in text):
+        return ("recurrent",) * num_layers
+    # Mistral, Phi-3, Starcoder2 and older files of others name a window and no layers. It holds for some layer at least.
+    if text.get("sliding_window") and text.get("use_sliding_window", True):
+        return ("sliding_attention",) * num_layers
+    return ("chunked_attention" if text.get("attention_chunk_size") else "full_attention",) * num_layers
 
 
 def _embed_scale(text: dict, hidden_size: int) -> float:
