@@ -116,3 +116,41 @@ def test_json_round_trip_and_refusals(tmp_path):
     for wrong in ({"target": (1, 2)}, {"drafter": (1, 2, 3, 4, -1)}, {"step": -1}, {"memory": (1, 2, float("nan"))}, {"target_workers": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             CostModel(**wrong)
+
+
+@pytest.mark.parametrize("name", ["target_workers", "accumulation"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.5, 0])
+def test_workers_and_accumulation_are_whole_numbers(name, value):
+    with pytest.raises(CostError, match=f"{name} must be a whole number of at least 1, not"):
+        CostModel(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "say"),
+    [
+        ("[]", "not a cost model"),
+        ("null", "not a cost model"),
+        ('{"format": 2}', "not a cost model"),
+        ("{", "Expecting"),
+        ("[" * 100_000, "recursion"),
+        ('{"format": 2, "source": 3}', "source holds 3, which is of the wrong kind"),
+        ('{"format": 2, "source": "x", "target": 3}', "target holds 3, which is of the wrong kind"),
+        ('{"format": 2, "source": "x", "belongs_to": []}', "belongs_to holds"),
+        ('{"format": 2, "source": "x", "errors": "none"}', "errors holds"),
+        ('{"format": 2, "source": "x", "step": "1"}', "step holds"),
+        ('{"format": 2, "source": "x", "accumulation": true}', "accumulation holds True"),
+        ('{"format": 2, "source": "x", "transfer": [1, "a"]}', "could not convert"),
+        ('{"format": 2, "source": "x", "transfer": [1, 1' + "0" * 400 + "]}", "int too large"),
+        ('{"format": 2, "source": "x", "step": 1' + "0" * 400 + "}", "step"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_path(tmp_path, text, say):
+    (tmp_path / "cost.json").write_text(text)
+    with pytest.raises(CostError, match=rf"cost\.json: .*{say}"):
+        CostModel.load(tmp_path / "cost.json")
+
+
+def test_a_folder_is_no_cost_model(tmp_path):
+    for path in (tmp_path, tmp_path / ("n" * 300), tmp_path / "none.json"):
+        with pytest.raises(CostError, match=r"cannot be read: .*; give the path of a cost\.json"):
+            CostModel.load(path)

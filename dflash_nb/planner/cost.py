@@ -13,6 +13,8 @@ Shapes: every function takes ints or arrays that broadcast, and returns float64 
 """
 
 import json
+import reprlib
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +33,7 @@ TERMS = {
     "memory": ("constant", "padded token", "slot"),
 }
 FORMAT = 2
+KINDS = {"source": str, "belongs_to": dict, "errors": dict, "points": dict}  # of the fields that are no numbers
 CHUNK = 64  # tokens: recurrent layers compute a row in whole chunks, in transformers as in flash-linear-attention
 
 
@@ -77,10 +80,12 @@ class CostModel:
                 raise CostError(f"{name} needs {len(terms)} coefficients of 0 or more ({', '.join(terms)}), not {getattr(self, name)!r}")
             object.__setattr__(self, name, values)
         for name in ("step", "shape", "slots_per_token", "slots_per_row"):
-            if not np.isfinite(getattr(self, name)) or getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) <= sys.float_info.max:
                 raise CostError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
-        if self.target_workers < 1 or self.accumulation < 1:
-            raise CostError(f"target_workers and accumulation must be at least 1: {self.target_workers}, {self.accumulation}")
+        for name in ("target_workers", "accumulation"):
+            value = getattr(self, name)
+            if not 1 <= value <= sys.float_info.max or value != int(value):
+                raise CostError(f"{name} must be a whole number of at least 1, not {value!r}")
 
     def fetch_seconds(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Reading and collating ``rows`` samples of ``tokens`` tokens together."""
@@ -193,8 +198,13 @@ class CostModel:
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "CostModel":
         names = {entry.name for entry in fields(cls)}
-        if saved.get("format") != FORMAT or saved.keys() - names - {"format"}:
+        of_this_version = isinstance(saved, dict) and saved.get("format") == FORMAT and "source" in saved
+        if not of_this_version or saved.keys() - names - {"format"}:
             raise CostError(f"not a cost model of this version: expected the JSON of CostModel.save, with format {FORMAT}; measure again")
+        for name, value in saved.items():
+            kind = list if name in TERMS else KINDS.get(name, int | float)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise CostError(f"{name} holds {reprlib.repr(value)}, which is of the wrong kind; measure again")
         return cls(**{name: value for name, value in saved.items() if name in names})
 
     def save(self, path: Path) -> None:
@@ -206,7 +216,9 @@ class CostModel:
     def load(cls, path: Path) -> "CostModel":
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except OSError as error:
+            raise CostError(f"{path} cannot be read: {error.strerror}; give the path of a cost.json") from error
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CostError(f"{path}: {error}") from error
 
 
