@@ -104,3 +104,30 @@ def test_what_has_no_cost_is_refused(tmp_path):
         measured_batches(packed)
     with pytest.raises(CostError, match="train more"):
         measured_batches(write_run(tmp_path / "short", steps=5))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "environment.json"])
+def test_a_run_folder_without_what_it_belongs_to_is_refused_with_the_files_name(tmp_path, missing):
+    run = write_run(tmp_path / "run", steps=30)
+    (run.folder / missing).unlink()
+    with pytest.raises(CostError, match=rf"run has no {missing}"):
+        find_cost(run.folder)
+    with pytest.raises(CostError, match=rf"run has no {missing}"):
+        run_speeds([run.folder], CostModel())
+
+
+def test_the_number_of_steps_comes_first(tmp_path):
+    run = write_run(tmp_path / "run", steps=6)
+    with pytest.raises(CostError, match="has 6 steps; a speed needs at least 25"):
+        run_speed(run, replace(CostModel(), source="measured elsewhere"))
+
+
+def test_the_command_ends_with_a_sentence(run, tmp_path, capsys):
+    for arguments, say in (
+        ([str(tmp_path / "none")], "error: .*none does not exist"),
+        ([str(run.folder), "--out", str(tmp_path)], "error: --out: .* is a folder"),
+        ([str(run.folder), "--out", str(tmp_path / "no" / "cost.json")], "error: --out: .* is in no folder"),
+    ):
+        with pytest.raises(SystemExit, match=say):
+            main(arguments)
+    assert capsys.readouterr().out == ""

@@ -9,8 +9,10 @@ another order, so a machine that slows down for a while does not look like a slo
 
 import argparse
 import itertools
+import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -24,13 +26,13 @@ from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.job import Job, prepare_job
 from dflash_nb.pipeline.local import bytes_per_token, device_names, intra_op_threads, target_pool
-from dflash_nb.pipeline.measured import WARM_UP_STEPS, about, identity, report, to_measured
+from dflash_nb.pipeline.measured import WARM_UP_STEPS, about, identity, report, to_measured, writable
 from dflash_nb.pipeline.models import load_models
 from dflash_nb.pipeline.prefetch import Prefetcher
 from dflash_nb.pipeline.step import accumulate, finish_step
 from dflash_nb.pipeline.window import WAITING_BATCHES, Window
 from dflash_nb.planner.batches import PlannedBatch
-from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.cost import CostError, CostModel
 from dflash_nb.planner.fit import FEWEST_BATCHES, STAGES, Measured, fit_cost
 from dflash_nb.planner.shapes import candidate_shapes, telling_shapes
 from dflash_nb.progress import clock, ticking
@@ -41,11 +43,18 @@ SHAPES = 10  # for each of target and drafter
 def calibrate(config: TrainConfig, seconds: float = 60.0) -> tuple[CostModel, Measured]:
     """Measure for about ``seconds`` (loading comes on top) and fit. Returns the model and what it was fitted to.
 
-    Every shape is run at least once, however long that takes. Raises what ``prepare_job`` raises.
+    Every shape is run at least once, however long that takes. Raises CostError for seconds without end, else what ``prepare_job`` raises.
     """
+    if not 0 <= seconds < math.inf:
+        raise CostError(f"seconds is {seconds} and must be a number of 0 or more; give for example 60")
     job = prepare_job(config)
     started = time.monotonic()
     shapes = Shapes(job)
+    if len(shapes.shapes) < 2:
+        raise CostError(
+            f"{config.dataset} with max_batch {config.max_batch} has batches of one shape only, which tell no terms apart; "
+            "raise max_batch, or take data of several lengths"
+        )
     with Bench(job) as bench:
         planned = shapes.planned(time.monotonic() + seconds, WARM_UP_STEPS + max(FEWEST_BATCHES, len(shapes.shapes)))
         records = list(ticking(bench.records(job, planned), partial(_line, seconds)))[WARM_UP_STEPS:]
@@ -171,7 +180,7 @@ class Bench:
                 future.result()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure")
     parser.add_argument("--out", type=Path, default=Path("cost.json"), help="where to write the model")
@@ -179,11 +188,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=getattr(TrainConfig, name))
     for name in ("token_budget", "max_batch", "anchors", "draft_layers", "block_size", "threads"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(TrainConfig, name))
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_args(arguments))
     out, seconds = options.pop("out"), options.pop("seconds")
-    cost, measured = calibrate(TrainConfig(**options), seconds)
-    cost.save(out)
-    print(report(cost, measured))
+    try:
+        writable(out)
+        cost, measured = calibrate(TrainConfig(**options), seconds)
+        print(report(cost, measured), flush=True)
+        cost.save(out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     print("written:", out)
 
 

@@ -7,7 +7,8 @@ steps are left out: they warm up caches, allocators and kernels.
 """
 
 import argparse
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,18 @@ def slots_per_token(measured: Measured, most: int) -> float:
 
 
 def fit_run(run: Run) -> CostModel:
-    """The cost model of a run folder's log, whatever state it is in."""
+    """The cost model of a run folder's log, whatever state it is in. Raises CostError without what it belongs to."""
+    belongs_to = _identity_of(run)
     measured = measured_batches(run)
-    belongs_to = identity(run.config, run.environment, run.environment["target"])
     return fit_cost(measured, **about(run.config, belongs_to, measured, f"{len(measured)} batches of run {run.folder.name}"))
+
+
+def _identity_of(run: Run) -> dict[str, str]:
+    """Raises CostError that names the file of the run folder in which something is missing."""
+    missing = "config.json" if not run.config else "environment.json" if not run.environment.get("target") else ""
+    if missing:
+        raise CostError(f"{run.folder} has no {missing} that says what was trained; copy the whole run folder, or name another run")
+    return identity(run.config, run.environment, run.environment["target"])
 
 
 def find_cost(place: str | Path) -> CostModel:
@@ -124,12 +133,12 @@ def run_speed(run: Run, cost: CostModel | None = None, warm_up: int = WARM_UP_ST
 
     noise: standard error of the speed from ten parts of the run. Raises CostError if ``cost`` was measured on another target or drafter.
     """
+    if len(run) < warm_up + 2 * SPEED_PARTS:
+        raise CostError(f"{run.folder} has {len(run)} steps; a speed needs at least {warm_up + 2 * SPEED_PARTS}")
+    belongs_to = _identity_of(run)
     if cost is not None:
-        belongs_to = identity(run.config, run.environment, run.environment["target"])
         cost.require(target=belongs_to["target"], drafter=belongs_to["drafter"])
     tokens, seconds = run.steps["tokens"][warm_up:].astype(float), run.steps["seconds_step"][warm_up:]
-    if len(tokens) < 2 * SPEED_PARTS:
-        raise CostError(f"{run.folder} has {len(run)} steps; a speed needs at least {warm_up + 2 * SPEED_PARTS}")
     parts = [part.sum() for part in np.array_split(tokens, SPEED_PARTS)], [part.sum() for part in np.array_split(seconds, SPEED_PARTS)]
     speeds = np.divide(*parts)
     return {
@@ -159,16 +168,29 @@ def report(cost: CostModel, measured: Measured) -> str:
     return "\n".join([*lines, f"optimiser step: {cost.step:.4f} s; drafted slots: {cost.slots_per_row} a sample at most"])
 
 
-def main() -> None:
+def writable(out: Path) -> Path:
+    """``out``, if a file can be written there. Raises CostError before anything is measured for it."""
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise CostError(
+            f"--out: {out} is {'a folder' if out.is_dir() else 'in no folder'}; give the path of a file in a folder that exists"
+        )
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--out", type=Path, help="where to write the model, by default cost.json in the run folder")
-    options = parser.parse_args()
-    run = read_run(options.run_dir)
-    cost = fit_run(run)
-    cost.save(options.out or run.folder / COST_FILE)
-    print(report(cost, measured_batches(run)))
-    print("written:", options.out or run.folder / COST_FILE)
+    options = parser.parse_args(arguments)
+    try:
+        run = read_run(options.run_dir)
+        out = writable(options.out or run.folder / COST_FILE)
+        cost = fit_run(run)
+        print(report(cost, measured_batches(run)), flush=True)
+        cost.save(out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print("written:", out)
 
 
 if __name__ == "__main__":
