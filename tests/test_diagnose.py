@@ -290,3 +290,11 @@ def test_words():
     assert plural(1, "batch") == "1 batch" and plural(1200, "batch") == "1,200 batches" and plural(3, "step") == "3 steps"
     assert {case.kind for case in cases()} >= {*NOTES} - {"short batches", "off plan", "holes"}
     assert len({check.kind for check in CHECKS}) == len(CHECKS)
+
+
+@pytest.mark.parametrize(("evals", "made"), [((0,), 0), ((0, 300), 1), ((0, 150, 300), 2)])
+def test_too_few_evaluations_leave_the_held_out_question_open(tmp_path, evals, made):
+    found = diagnose(write_run(tmp_path / "run", Recipe(seed=1, steps=300, evals=evals)))
+    [open_question] = [each for each in found.unjudged if each.check.kind == "held-out drifts"]
+    assert open_question.why == f"needs 3 held-out evaluations after the start, there are {made}: set eval_every"
+    assert open_question.why in " ".join(found.report().split())

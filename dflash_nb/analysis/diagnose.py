@@ -97,6 +97,9 @@ def diagnose(source: str | Path | Run, columns: str = "") -> Diagnosis:
             unjudged.append(Unjudged(check, why))
         elif len(log) < check.least_steps:
             unjudged.append(Unjudged(check, f"needs {plural(check.least_steps, 'step')}, there are {len(log)}"))
+        elif (made := len(log.evaluations())) < check.least_evaluations:
+            why = f"needs {plural(check.least_evaluations, 'held-out evaluation')} after the start, there are {made}: set eval_every"
+            unjudged.append(Unjudged(check, why))
         elif (finding := check.find(log)) is not None:
             findings.append(finding)
     findings.sort(key=lambda finding: -finding.severity)

@@ -47,6 +47,8 @@ def export_drafter(drafter: DFlashDrafter, info: TargetInfo, folder: str | Path,
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         text = json.dumps(checkpoint_config(config, info, next(iter(tensors.values())).dtype), indent=2)
         (aside / "config.json").write_text(text + "\n", encoding="utf-8")
+        # safetensors lets nobody else read its file; a server may be somebody else.
+        (aside / "model.safetensors").chmod((aside / "config.json").stat().st_mode)
     return folder
 
 

@@ -85,6 +85,10 @@ class Log:
         column = self.run.steps.get(name)
         return column is not None and len(column) > 0 and bool(np.isfinite(np.asarray(column, float)).any())
 
+    def evaluations(self) -> list[dict]:
+        """Held-out evaluations after the first step, in order."""
+        return [event for event in self.run.events_of("eval") if event.get("loss") is not None and event["step"] > 0]
+
     def after_warmup(self) -> np.ndarray:
         """Which steps lie after warm-up, bool[N]."""
         return np.arange(len(self)) >= self.phase.warmup_steps
@@ -92,13 +96,15 @@ class Log:
 
 @dataclass(frozen=True)
 class Check:
-    """A question that is asked of a log. ``needs``: what the log must hold. ``least_steps``: fewer steps cannot answer it."""
+    """A question that is asked of a log. ``needs``: what the log must hold. Fewer than ``least_steps`` steps, or ``least_evaluations``
+    after training began, cannot answer it."""
 
     kind: str
     asks: str
     find: Callable[[Log], Finding | None]
     needs: tuple[str, ...] = ("loss",)
     least_steps: int = 1
+    least_evaluations: int = 0
 
 
 WORDS = {

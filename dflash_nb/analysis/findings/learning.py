@@ -158,8 +158,8 @@ def acceptance_stuck(log: Log) -> Finding | None:
 
 def heldout_drift(log: Log) -> Finding | None:
     """Held-out loss rises from its best, or stands still, while the training loss falls on."""
-    evals = [(event["step"], event["loss"]) for event in log.run.events_of("eval") if event.get("loss") is not None and event["step"] > 0]
-    if len(evals) < 3 or len(log) < 2 * len(evals):
+    evals = [(event["step"], event["loss"]) for event in log.evaluations()]
+    if len(log) < 2 * len(evals):
         return None
     steps, held = (np.array(values, float) for values in zip(*evals, strict=True))
     adjusted = running_median(log.parts.adjusted_N, int(np.clip(len(log) // 30, 3, 50)))

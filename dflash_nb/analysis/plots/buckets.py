@@ -184,8 +184,8 @@ def reference_gap(plan: BucketPlan, published: float) -> Plot:
     axis.set_xticks(x, [f"[{row.lo:,}, {row.hi:,})" for row in plan.rows], fontsize=7)
     axis.set(ylabel="padding efficiency (%)", ylim=(0, 100), xlabel="bucket (tokens)")
     finding = (
-        f"The reference cuts keep {percent(plan.efficiency)} of computed tokens real on these lengths; {percent(published)} was published, "
-        "for a column with a lighter tail"
+        f"The reference cuts keep {percent(plan.efficiency)} of computed tokens real on the reference run's lengths; "
+        f"{percent(published)} was published, for a column with a lighter tail"
     )
     return finish(figure, finding, "line: all buckets here; dashed: published")
 
