@@ -87,6 +87,50 @@ def test_a_full_disk_is_a_sentence(tmp_path, limit, before, write, file, then):
     assert not list(tmp_path.rglob("*.aside"))
 
 
+TWICE = """
+for _ in range(2):
+    try:
+        {attempt}
+    except OSError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def said_with(limit, before, attempt, place):
+    """What a process says that tries twice with files of at most ``limit`` bytes."""
+    twice = TWICE.format(attempt=attempt).replace("\n", "\n    ")
+    code = LIMITED.format(tests=str(TESTS), before=before, limit=limit, write=twice)
+    done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line for line in done.stdout.splitlines() if "Error" in line]
+
+
+@pytest.mark.parametrize(("limit", "file"), [(20, "config"), (50, "environment"), (300, "environment")])
+def test_a_disk_that_is_full_at_the_start_leaves_nothing_and_no_lock(tmp_path, limit, file):
+    run = "from dflash_nb.pipeline.runlog import RunLog, new_run_folder\nconfig = {'seed': 1, 'epochs': 2}"
+    said = said_with(limit, run, "RunLog.create(new_run_folder(place, 'r'), config)", tmp_path)
+    sentence = f"DiskError {tmp_path / 'r' / file}.json cannot be written: File too large. Make room there, then run it again"
+    assert said == [sentence] * 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", [50, 1400])
+def test_a_run_for_whose_start_there_is_no_room_leaves_nothing(tmp_path, limit):
+    said = said_with(limit, TRAIN, "train(tiny_config(*made, place / 'runs', run_name='r'))", tmp_path)
+    assert len(said) == 2 and said[0] == said[1] and said[0].endswith("Make room there, then run it again")
+    assert not (tmp_path / "runs" / "r").exists()
+
+
+def test_a_resume_for_which_there_is_no_room_keeps_the_summary_and_no_lock(tmp_path):
+    before = (
+        "from runs import Recipe, write_run\nfrom dflash_nb.pipeline.runlog import RunLog\n"
+        "write_run(place / 'r', Recipe(steps=3), status='interrupted')\nsize = (place / 'r' / 'events.jsonl').stat().st_size"
+    )
+    said = said_with("size + 20", before, "RunLog.open_for_resume(place / 'r', 3)", tmp_path)
+    assert len(said) == 2 and all("events.jsonl cannot be written" in line for line in said)
+    assert (tmp_path / "r" / "summary.json").is_file()
+
+
 def test_a_device_that_is_full():
     full = Path("/dev/full")
     sentence = r"/dev/full cannot be written: No space left on device\. Make room there, then go on"

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -100,15 +101,20 @@ class RunLog:
         the folder holds a run.
         """
         descriptor = _locked(folder)
-        try:
-            with home.room_for(folder, "run it again"), (folder / "config.json").open("x", encoding="utf-8") as file:
-                json.dump(asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config), file, indent=2)
-        except FileExistsError:
-            os.close(descriptor)
-            raise RunError(f"{folder} already holds a run; continue it with -p resume {folder}, or choose another folder") from None
-        log = cls(folder, descriptor, new=True)
-        log.write("environment", {**describe_environment(), **(environment or {})})
-        log.event("start")
+        with ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            if (folder / "config.json").exists():
+                raise RunError(f"{folder} already holds a run; continue it with -p resume {folder}, or choose another folder")
+            on_error.callback(_clear, folder)
+            content = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
+            with home.write_aside(folder / "config.json", "run it again") as aside:
+                aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
+            log = cls(folder, descriptor, new=True)
+            on_error.pop_all()
+            on_error.push(log)
+            log.write("environment", {**describe_environment(), **(environment or {})})
+            log.event("start")
+            on_error.pop_all()
         return log
 
     @classmethod
@@ -119,22 +125,27 @@ class RunLog:
         noted with what changed in the environment. Raises RunError when another process holds the run.
         """
         descriptor = _locked(folder)
-        _cut_half_line(folder / "events.jsonl")
-        _cut_half_line(folder / "steps.jsonl")
-        offset, dropped, last = _find_step(folder / "steps.jsonl", step)
-        log = cls(folder, descriptor, elapsed=last.get("elapsed", 0.0), step=step)
-        if dropped:
-            steps, losses = [line["step"] for line in dropped], [line["loss"] for line in dropped]
-            log.event("dropped", first=steps[0], last=steps[-1], losses=losses)
-            os.fsync(log._events)
-            os.ftruncate(log._steps, offset)
-        if last.get("step", 0) < step:
-            log.event("warning", text=f"the log ends at step {last.get('step', 0)}, before the checkpoint at step {step}")
-        status = (readable(folder / "summary.json") or {}).get("status", "unfinished")
-        (folder / "summary.json").unlink(missing_ok=True)
-        before, now = (readable(folder / "environment.json") or {}).get("versions", {}), describe_environment()["versions"]
-        changed = {name: [before.get(name), now.get(name)] for name in sorted({*before, *now}) if before.get(name) != now.get(name)}
-        log.event("resume", after=status, dropped=len(dropped), versions_changed=changed)
+        with ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            _cut_half_line(folder / "events.jsonl")
+            _cut_half_line(folder / "steps.jsonl")
+            offset, dropped, last = _find_step(folder / "steps.jsonl", step)
+            log = cls(folder, descriptor, elapsed=last.get("elapsed", 0.0), step=step)
+            on_error.pop_all()
+            on_error.push(log)
+            if dropped:
+                steps, losses = [line["step"] for line in dropped], [line["loss"] for line in dropped]
+                log.event("dropped", first=steps[0], last=steps[-1], losses=losses)
+                os.fsync(log._events)
+                os.ftruncate(log._steps, offset)
+            if last.get("step", 0) < step:
+                log.event("warning", text=f"the log ends at step {last.get('step', 0)}, before the checkpoint at step {step}")
+            status = (readable(folder / "summary.json") or {}).get("status", "unfinished")
+            before, now = (readable(folder / "environment.json") or {}).get("versions", {}), describe_environment()["versions"]
+            changed = {name: [before.get(name), now.get(name)] for name in sorted({*before, *now}) if before.get(name) != now.get(name)}
+            log.event("resume", after=status, dropped=len(dropped), versions_changed=changed)
+            (folder / "summary.json").unlink(missing_ok=True)  # last, so that it outlives a resume for which there is no room
+            on_error.pop_all()
         return log
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:

@@ -111,19 +111,17 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
         if start is not None:
             _check_same_run(job, start[1])
         log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0)
+    else:
+        folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
+        log = RunLog.create(folder, config)
+    with log:
         for name, content in (
             ("environment", {**describe_environment(), **environment}),
             ("buckets", job.buckets.to_json()),
             ("plan", _planned(job)),
         ):
-            if not readable(folder / f"{name}.json"):
+            if not config.resume or not readable(folder / f"{name}.json"):
                 log.write(name, content)
-    else:
-        folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
-        log = RunLog.create(folder, config, environment)
-        log.write("buckets", job.buckets.to_json())
-        log.write("plan", _planned(job))
-    with log:
         print(f"run folder: {folder}", flush=True)
         for note in job.notes:
             _warn(log, note)
