@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/test_tau.py
 """
 
+import math
 import shutil
 
 import pytest
@@ -38,6 +39,27 @@ def test_more_prompts_than_there_are_means_all(run):
 def test_from_the_command_line(run, capsys):
     tau.main([str(run), "--prompts", "2", "--new-tokens", "5"])
     assert "over 2 held-out prompts" in capsys.readouterr().out
+
+
+def test_one_prompt_has_no_interval(run):
+    measured = tau_of_run(run, prompts=1, new_tokens=6)
+    assert (measured.low, measured.high) == (None, None) and measured.tau >= 1
+    assert "over one held-out prompt, which gives no interval" in measured.text()
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0, 1e-300])
+def test_a_temperature_that_cannot_be_drawn_at_is_refused(run, temperature):
+    with pytest.raises(ValueError, match=rf"temperature is {temperature}; it must be 0 \(greedy\), or a number of at least 0.001"):
+        tau_of_run(run, 1, 12, temperature)
+
+
+def test_the_lowest_temperature_can_be_drawn_at(run):
+    assert tau_of_run(run, 2, 6, tau.LOWEST_TEMPERATURE).tau >= 1
+
+
+def test_more_new_tokens_than_positions_are_refused(run):
+    with pytest.raises(ValueError, match=r"new_tokens is 99999, target .* has \d+ positions for a prompt and them; give at most \d+$"):
+        tau_of_run(run, 1, 99_999)
 
 
 def test_what_cannot_be_measured_is_said(run, tmp_path):

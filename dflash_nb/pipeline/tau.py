@@ -7,6 +7,7 @@ interval comes from the prompts themselves, as in ``evaluate``. Prompts are thos
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -25,24 +26,26 @@ from dflash_nb.pipeline.job import prepare_job
 from dflash_nb.pipeline.local import load_targets
 from dflash_nb.pipeline.summary import repetition
 
+LOWEST_TEMPERATURE = 1e-3  # far below, logits divided by it are no longer finite
+
 
 @dataclass(frozen=True)
 class MeasuredTau:
-    """Tokens a verification pass, the bonus included, and the 95 % interval of it over draws of prompts."""
+    """Tokens a verification pass, the bonus included, and the 95 % interval of it over draws of prompts: None for one prompt."""
 
     tau: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     prompts: int
     passes: int
     repeated: float
     seconds: float
 
     def text(self) -> str:
-        return (
-            f"tau {self.tau:.3f} ({self.low:.3f} to {self.high:.3f}, 95 %) "
-            f"over {self.prompts:,} held-out prompts and {self.passes:,} passes, {self.seconds:,.0f} s{repetition(self.repeated)}"
-        )
+        passes = f"{self.passes:,} passes, {self.seconds:,.0f} s{repetition(self.repeated)}"
+        if self.low is None:
+            return f"tau {self.tau:.3f} over one held-out prompt, which gives no interval, and {passes}"
+        return f"tau {self.tau:.3f} ({self.low:.3f} to {self.high:.3f}, 95 %) over {self.prompts:,} held-out prompts and {passes}"
 
 
 def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.0) -> MeasuredTau:
@@ -52,11 +55,18 @@ def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.
     """
     if prompts < 1 or new_tokens < 2:
         raise ValueError(f"prompts is {prompts} and new_tokens {new_tokens}; at least 1 and 2 are needed")
+    if temperature and not LOWEST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy), or a number of at least {LOWEST_TEMPERATURE}")
     config = saved_config(run)
     found = newest_checkpoint(run / "checkpoints", lambda error: print(f"passed over: {error}", flush=True))
     if found is None:
         raise ValueError(f"{run} has no checkpoint yet; wait for its first one, or give checkpoint_every a smaller number")
     job = prepare_job(config)
+    if (most := job.info.max_positions - 1) < new_tokens:
+        raise ValueError(
+            f"new_tokens is {new_tokens}, target {job.info.name} has {job.info.max_positions} positions for a prompt and them; "
+            f"give at most {most}"
+        )
     target = load_targets(job.info, job.drafter.target_layer_ids, job.placement, config.dtype)[0]
     drafter = DFlashDrafter(job.drafter)
     drafter.load_state_dict(load_file(found[0] / WEIGHTS))
@@ -70,7 +80,7 @@ def tau_of_run(run: Path, prompts: int, new_tokens: int, temperature: float = 0.
     done = measure_tau(target, drafter, texts, new_tokens, temperature, seed=1, head=head)
     if not done.passes:
         raise ValueError(f"each of {len(texts)} texts ended with its first token, so nothing was drafted: give more prompts")
-    low, high = tau_interval(done.texts)
+    low, high = tau_interval(done.texts) if len(texts) > 1 else (None, None)
     return MeasuredTau(done.tau, low, high, len(texts), done.passes, repeated(done.texts), time.monotonic() - started)
 
 
