@@ -192,6 +192,18 @@ def test_an_empty_dataset_is_refused(cls):
         cls.from_notebook({"dataset": ""})
 
 
+@pytest.mark.parametrize("name", ["seeds", "strategies"])
+def test_a_comparison_of_nothing_is_refused(name):
+    for nothing in ([], "", "[]"):
+        with pytest.raises(ParameterError, match=f"{name}: an empty list was given, needed: at least one"):
+            PaddingConfig.from_notebook({name: nothing})
+
+
+def test_cuts_are_not_written_over_a_folder(tmp_path):
+    with pytest.raises(ParameterError, match=r"save_to: .* is a folder; give the path of a file, such as .*/buckets\.json"):
+        BucketsConfig(save_to=str(tmp_path))
+
+
 def test_edges_beyond_the_longest_sample_are_refused_with_what_will_be_used():
     longest = read_histogram("sample").max
     with pytest.raises(BucketError, match=rf"buckets: no sample is as long as 9,000, the longest has {longest:,} tokens"):

@@ -95,6 +95,13 @@ def test_value_refused(name, text, say):
     assert str(error.value).startswith(f"{name}: ") and say in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["epochs", "rate", "seeds"])
+def test_a_number_beyond_any_is_refused_in_one_sentence(name):
+    with pytest.raises(ParameterError, match=rf"^{name}: .*1000000000.* was given") as error:
+        Config.from_notebook({name: 10**400})
+    assert len(str(error.value)) < 150
+
+
 def test_lists_as_yaml_gives_them():
     config = Config.from_notebook({"buckets": [256, 512], "seeds": [7.0, 8], "kinds": ["b"]})
     assert (config.buckets, config.seeds, config.kinds) == ("256,512", (7, 8), ("b",))

@@ -372,6 +372,11 @@ class BucketsConfig(PlanningConfig):
         finer = {round(16 * 2 ** (step / 8)) for step in range(8 * 20)}
         return tuple(sorted(n for n in {*range(1, 17), *finer, self.most_buckets} if n <= self.most_buckets))
 
+    def contradictions(self) -> Iterable[str]:
+        yield from super().contradictions()
+        if self.save_to and Path(self.save_to).is_dir():
+            yield f"save_to: {self.save_to} is a folder; give the path of a file, such as {Path(self.save_to) / 'buckets.json'}"
+
     @property
     def writes(self) -> Path:
         """Where the chosen cuts go."""
@@ -401,6 +406,12 @@ class PaddingConfig(PlanningConfig):
         path="existing",
         names=("sample", "smollm2"),
     )
+
+    def contradictions(self) -> Iterable[str]:
+        yield from super().contradictions()
+        for name in ("strategies", "seeds"):
+            if not getattr(self, name):
+                yield f"{name}: an empty list was given, needed: at least one; leave the parameter out to get its default"
 
     @property
     def plan_options(self) -> dict[str, Any]:

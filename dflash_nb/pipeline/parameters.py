@@ -11,6 +11,7 @@ import difflib
 import math
 import numbers
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -167,11 +168,18 @@ def _convert(each: Field, kind: type, value: Any) -> Any:
         return _text(each, value)
     if isinstance(value, str) and get_origin(each.type) is tuple:
         value = _number(value)
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real) or not _finite(value):
         raise _refused(each, value)
     if kind is int and value != int(value):
         raise _refused(each, value)
     return kind(value)
+
+
+def _finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _number(text: str) -> int | float | str:
@@ -228,4 +236,6 @@ def allowed(each: Field) -> str:
 
 def _refused(each: Field, given: Any, advice: str = "") -> ParameterError:
     kind = "text " if isinstance(given, str) else ""
-    return ParameterError(f"{each.name}: {kind}{given!r} was given, needed: {allowed(each)}{'; ' + advice if advice else ''}")
+    # A whole number of hundreds of digits is cut short; Python does not even spell out one of thousands.
+    shown = reprlib.repr(given) if isinstance(given, int) else repr(given)
+    return ParameterError(f"{each.name}: {kind}{shown} was given, needed: {allowed(each)}{'; ' + advice if advice else ''}")
