@@ -7,6 +7,7 @@ from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.planner.buckets import optimize_buckets
 from dflash_nb.planner.changes import what_changes_bring
 from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.options import LARGEST_BUDGET, PlanError
 
 LENGTHS = np.minimum(4000, np.random.default_rng(0).lognormal(6, 0.8, 6000).astype(int) + 20)
 
@@ -37,3 +38,11 @@ def test_impossible_changes_are_left_out():
     plan = optimize_buckets(LengthHistogram.from_lengths(lengths), 2, 8192, 32)
     changes = [row["change"] for row in what_changes_bring(lengths, plan, CostModel(target_workers=1))]
     assert "half the token budget" not in changes and "topology 0-1" not in changes and "topology 2-1" in changes
+
+
+def test_a_budget_above_the_planners_largest_is_left_out():
+    plan = optimize_buckets(LengthHistogram.from_lengths(LENGTHS[:50]), 2, LARGEST_BUDGET, 32)
+    changes = [row["change"] for row in what_changes_bring(LENGTHS[:50], plan, CostModel())]
+    assert "twice the token budget" not in changes and {"none", "half the token budget"} <= set(changes)
+    with pytest.raises(PlanError, match="token_budget must be at most"):
+        what_changes_bring(LENGTHS[:50], optimize_buckets(LengthHistogram.from_lengths(LENGTHS[:50]), 2, 2 * LARGEST_BUDGET), CostModel())

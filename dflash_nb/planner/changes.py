@@ -15,6 +15,7 @@ from dflash_nb.planner.bucket_plan import BucketPlan
 from dflash_nb.planner.buckets import optimize_buckets
 from dflash_nb.planner.cost import CostModel, distinct_shapes
 from dflash_nb.planner.limits import BucketError
+from dflash_nb.planner.options import PlanError
 from dflash_nb.planner.timeline import plan_timeline
 
 OTHER_MULTIPLE = 64
@@ -31,7 +32,12 @@ def what_changes_bring(
     histogram, rows = LengthHistogram.from_lengths(lengths), []
     for change, cuts, model in _changed(histogram, plan, cost):
         limits = {name: getattr(cuts, name) for name in ("token_budget", "max_batch", "pad_multiple")}
-        epoch = plan_epoch(lengths, "bucketed", cuts.boundaries, seed=seed, order=order, window=window, **limits)
+        try:
+            epoch = plan_epoch(lengths, "bucketed", cuts.boundaries, seed=seed, order=order, window=window, **limits)
+        except PlanError:
+            if change == "none":
+                raise
+            continue
         seconds = plan_timeline(model, epoch, lengths).seconds
         rows.append(
             {
