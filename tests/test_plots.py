@@ -133,6 +133,7 @@ def test_a_strategy_beaten_in_both_is_named_hollow():
     assert padding.front(rows).finding == "pooled pads 1.0 % at a mixing of 0.90 of 1; another beats random in both"
     rows[1] |= {"repeated_mates": 0.0, "w1": 0.0}
     assert "another beats" not in padding.front(rows).finding
+    assert padding.front([rows[0] | {"strategy": "packed"}]).finding == "packed pads 1.0 % at a mixing of 0.90 of 1"
 
 
 def test_show_displays_once_with_alternative_text():

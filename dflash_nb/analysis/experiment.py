@@ -39,9 +39,7 @@ def read_experiment(source: str | Path) -> dict[str, Any] | None:
             f"experiment: {path} is not there; choose {', '.join(SHIPPED)} or make one with benchmarks/strategies.py"
         ) from None
     except OSError as error:
-        raise ExperimentError(
-            f"experiment: {path} cannot be read: {error.strerror}; give the path of a strategies.json"
-        ) from error
+        raise ExperimentError(f"experiment: {path} cannot be read: {error.strerror}; give the path of a strategies.json") from error
     except (ValueError, RecursionError) as error:
         raise ExperimentError(f"experiment: {path} is no JSON ({error}); make it with benchmarks/strategies.py") from error
     if problem := _problem(found):

@@ -170,7 +170,7 @@ def front(rows: Sequence[dict], name: str = "") -> Plot:
     )  # fmt: skip
     axis.set(xlabel="padding (% of padded tokens)", ylabel="mixing (0 fixed groups, 1 full shuffle)", ylim=(-0.05, 1.15))
     axis.set_xlim(-2, max(10, x.max() * 1.25))
-    names, own = [line["strategy"] for line in table], np.flatnonzero(padded)
+    names, own = [line["strategy"] for line in table], np.flatnonzero(padded if padded.any() else ~padded)
     first = own[np.argmax(((100 - x) * y)[own])]
     finding = f"{names[first]} pads {x[first]:.1f} % at a mixing of {y[first]:.2f} of 1"
     for other in dict.fromkeys((own[np.argmax(y[own])], own[np.argmin(x[own])])):
