@@ -12,11 +12,14 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from dflash_nb.data.dataset import Batch
 from dflash_nb.model import packing
+from dflash_nb.model import target as loaded
 from dflash_nb.model.anchors import draw_anchors
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.objective import Objective, block_loss
 from dflash_nb.model.packing import PackingError, check_packing, require_packable
 from dflash_nb.model.target import FrozenTarget, read_target_info
+from dflash_nb.pipeline import job
+from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.job import prepare_job
 from dflash_nb.pipeline.memory import predict_job
 from dflash_nb.pipeline.run import read_run
@@ -231,6 +234,22 @@ def test_the_self_test_notices_attention_across_documents(folders):
 
     with pytest.raises(PackingError, match="second of two packed documents differs by"):
         check_packing(leaking, target.info, target.device)
+
+
+@pytest.mark.parametrize("found_out", ["early", "late"])
+def test_a_packed_run_is_not_continued_with_padded_rows(folders, tmp_path, monkeypatch, found_out):
+    data = write_dataset(tmp_path / "data")
+    started = train(tiny_config(data, folders["llama"], tmp_path / "runs", strategy="packed", checkpoint_every=1, time_limit=1e-9))
+
+    def refuse(*_):
+        raise PackingError("its layers are not of a kind that packs here")
+
+    monkeypatch.setattr(*((job, "require_packable") if found_out == "early" else (loaded, "check_packing")), refuse)
+    with pytest.raises(PackingError, match="packs here; this run packed its rows, so continue it where it was started, or start a new run"):
+        train(TrainConfig(resume=str(started.run_dir)))
+    assert json.loads((started.run_dir / "config.json").read_text())["strategy"] == "packed"
+    monkeypatch.undo()
+    assert train(TrainConfig(resume=str(started.run_dir), time_limit=1e-9)).steps > started.steps
 
 
 def test_a_packed_run_trains_and_logs_no_padding(folders, tmp_path):

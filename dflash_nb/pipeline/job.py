@@ -218,7 +218,9 @@ def prepare_job(config: TrainConfig) -> Job:
 
 
 def padded_instead(config: TrainConfig, refusal: PackingError) -> tuple[TrainConfig, tuple[str]]:
-    """The configuration with padded batches, and the sentence that says why."""
+    """The configuration with padded batches, and the sentence that says why. Raises PackingError for a run that packed until now."""
+    if config.resume:
+        raise PackingError(f"{refusal}; this run packed its rows, so continue it where it was started, or start a new run") from refusal
     return replace(config, strategy="bucketed"), (f"{refusal}; so batches are padded, as with strategy bucketed",)
 
 
