@@ -170,7 +170,10 @@ def serial(cost: CostModel, plan: BatchPlan, lengths: np.ndarray, planning: floa
         "reading at the reference run's 3.4 ms a sample": SLOW_ROW_SECONDS * len(plan.sample_ids),
         "asking every worker five times a second whether it is done": WATCH_SECONDS * work.target,
     }
-    return [{"what": what, "seconds an epoch": round(s, 2), "limit, ktok/s": round(tokens / s / 1000)} for what, s in seconds.items()]
+    return [
+        {"what": what, "seconds an epoch": round(s, 2), "limit, ktok/s": round(tokens / s / 1000) if s else "none"}
+        for what, s in seconds.items()
+    ]
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -217,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", help="a run's cost.json, or assumed (the package's own model), instead of the reference run's rates")
     parser.add_argument("--dataset", default="reference", help="lengths, as notebooks 00 to 02 take them")
-    parser.add_argument("--gpus", type=int, nargs="*", default=list(GPUS))
+    parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
     parser.add_argument("--network-gpus", type=int, nargs="*", default=[64, 512], help="sizes for which other bandwidths are tried")
     for name in ("host_gpus", "between", "into", "within", "feature_bytes", "gradient_bytes"):
         kind = int if name == "host_gpus" else float
@@ -229,7 +232,10 @@ def main() -> None:
     if options.cost:
         cost = CostModel() if options.cost == "assumed" else CostModel.load(Path(options.cost))
     names = ("host_gpus", "between", "into", "within", "feature_bytes", "gradient_bytes")
-    start = Cluster(min(options.gpus), **{name: getattr(options, name) for name in names})
+    try:
+        start = Cluster(min(options.gpus), **{name: getattr(options, name) for name in names})
+    except ValueError as error:
+        parser.error(str(error))
     lengths = read_lengths(options.dataset)
     cuts = optimize_buckets(LengthHistogram.from_lengths(lengths)).boundaries
     plan_of = cache(lambda window: plan_epoch(lengths, "bucketed", cuts, window=window))

@@ -1,7 +1,9 @@
 """Simulated clusters: where devices are, the simulation against closed-form limits, and against the reference run's own numbers."""
 
+import importlib.util
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,10 @@ from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES
 from dflash_nb.planner.cost import TERMS, CostModel
 from dflash_nb.planner.scale import Cluster, Work, best_topology, limits, run_epoch
+
+spec = importlib.util.spec_from_file_location("scale", Path(__file__).parents[1] / "benchmarks" / "scale.py")
+benchmark = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(benchmark)
 
 LENGTHS = np.random.default_rng(0).integers(900, 1025, 24_000)
 
@@ -41,6 +47,32 @@ def test_drafters_are_spread_or_together_and_workers_have_the_other_devices():
 def test_a_step_has_as_many_batches_of_each_drafter():
     assert [Cluster(8).step_batches(m) for m in (1, 2, 3, 8, 9)] == [8, 8, 9, 8, 9]
     assert Cluster(8, least_each=4).step_batches(9) == 36
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpus", 0),
+        ("gpus", 8.0),
+        ("host_gpus", 0),
+        ("least_step", -1),
+        ("room_each", -1),
+        ("between", 0.0),
+        ("into", float("nan")),
+        ("within", float("inf")),
+        ("feature_bytes", -1.0),
+        ("gradient_bytes", float("nan")),
+    ],
+)
+def test_numbers_that_no_cluster_has_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be a "):
+        Cluster(**{"gpus": 8, name: value})
+
+
+def test_work_that_takes_no_time_limits_nothing():
+    rows = benchmark.serial(CostModel(), plan_of(8), LENGTHS, planning=0.0)
+    assert {row["what"]: row["limit, ktok/s"] for row in rows}["reading and handing out"] == "none"
+    assert all(row["limit, ktok/s"] > 0 for row in benchmark.serial(rates(fetch=(0.1, 0.0, 0.0)), plan_of(8), LENGTHS, planning=0.1))
 
 
 ROOM = Cluster(32, room_each=16, gradient_bytes=0.0)

@@ -26,7 +26,9 @@ class Cluster:
     """``gpus`` devices, ``host_gpus`` on each host. between, into, within: bytes a second, as in ``Network``. feature_bytes: of a
     real token. gradient_bytes: of one drafter. together: drafters fill the first hosts, instead of being spread evenly over all.
     prefetch, waiting: as in ``Pipeline``; room_each: more of both for each drafter. least_step, least_each: fewest batches of a step,
-    and of one drafter in it."""
+    and of one drafter in it.
+
+    Raises ValueError for a number that no cluster has."""
 
     gpus: int
     host_gpus: int = 8
@@ -41,6 +43,16 @@ class Cluster:
     room_each: int = 0
     least_step: int = STEP_BATCHES
     least_each: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "host_gpus", "prefetch", "least_step", "least_each", "waiting", "room_each"):
+            value, least = getattr(self, name), 0 if name in ("waiting", "room_each") else 1
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        for name in ("between", "into", "within", "feature_bytes", "gradient_bytes"):
+            value = getattr(self, name)
+            if not 0 <= value < np.inf or (value == 0 and name in ("between", "into", "within")):
+                raise ValueError(f"{name} must be a finite number {'of 0 or more' if name.endswith('bytes') else 'above 0'}, not {value!r}")
 
     @property
     def hosts(self) -> int:
