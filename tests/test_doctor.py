@@ -194,6 +194,16 @@ def test_missing_inputs_are_named(dataset_path, folders, tmp_path):
     assert examine(replace(nowhere, dataset=str(dataset_path), target=str(tmp_path))).of("target").level == Level.STOP
 
 
+@pytest.mark.parametrize(("part", "stop"), [("scale_to_head", "models"), ("_few_rows", "models"), ("_examine_inputs", "inputs")])
+def test_an_examination_that_fails_itself_is_a_stop_and_no_error(dataset_path, folders, tmp_path, monkeypatch, part, stop):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(doctor, part, fail)
+    found = examine(tiny_config(dataset_path, folders["llama"], tmp_path / "runs"))
+    assert found.verdict == "STOP" and found.of(stop).evidence == "RuntimeError: out of memory"
+
+
 def test_broken_weights_are_named(dataset_path, folders, tmp_path):
     broken = Path(shutil.copytree(folders["llama"], tmp_path / "broken"))
     (broken / "model.safetensors").write_bytes(b"not safetensors")

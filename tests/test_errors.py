@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from dflash_nb.analysis.doctor import DoctorError
 from dflash_nb.data.lengths import LengthError
 from dflash_nb.data.source import DatasetError
 from dflash_nb.errors import DiskError, NotFoundError, quiet_end
 from dflash_nb.model.target_info import TargetError
 from dflash_nb.pipeline.checkpoint import CheckpointError
+from dflash_nb.pipeline.local import PlacementError
 from dflash_nb.pipeline.parameters import ParameterError
 from dflash_nb.pipeline.run import RunError
+from dflash_nb.pipeline.window import WorkerError
 from dflash_nb.planner.cost import CostError
 from dflash_nb.planner.limits import BucketError
 from dflash_nb.planner.options import PlanError
@@ -141,8 +144,8 @@ def test_the_rule_itself(sentence, missing):
 @pytest.mark.parametrize(
     "error",
     [
-        *(BucketError, CheckpointError, CostError, DatasetError, DiskError, LengthError),
-        *(NotFoundError, ParameterError, PlanError, RunError, TargetError),
+        *(BucketError, CheckpointError, CostError, DatasetError, DiskError, DoctorError, LengthError),
+        *(NotFoundError, ParameterError, PlacementError, PlanError, RunError, TargetError, WorkerError),
     ],
 )
 def test_a_notebook_shows_the_sentence_alone(error, capsys):

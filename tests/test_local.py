@@ -21,6 +21,7 @@ from dflash_nb.pipeline.local import (
     RETIRE_AFTER,
     LocalPool,
     Placement,
+    PlacementError,
     bytes_per_token,
     intra_op_threads,
     load_targets,
@@ -309,7 +310,7 @@ def test_each_target_and_the_drafter_have_a_device(monkeypatch, count, device, t
 )
 def test_a_topology_without_room_is_refused(monkeypatch, count, device, topology, message):
     gpus(monkeypatch, count)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlacementError, match=message):
         place(device, *topology)
 
 

@@ -19,7 +19,7 @@ from dflash_nb.model.drafter import DrafterConfig
 from dflash_nb.model.packing import PackingError, require_packable
 from dflash_nb.model.target_info import TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.local import Placement, place, place_drafter
+from dflash_nb.pipeline.local import Placement, PlacementError, place, place_drafter
 from dflash_nb.pipeline.schedule import learning_rate, optimizer_steps, warmup_length
 from dflash_nb.planner.batches import BatchPlan, PlannedBatch, plan_epoch
 from dflash_nb.planner.buckets import BucketPlan, resolve_buckets
@@ -147,7 +147,8 @@ class Job:
 def prepare_job(config: TrainConfig) -> Job:
     """Open the data, read the target's facts, choose the cuts and count the steps.
 
-    Raises the error of the room that found the problem (DatasetError, TargetError, BucketError, PlanError, ValueError); nothing is written.
+    Raises the error of the room that found the problem (DatasetError, TargetError, BucketError, PlanError, PlacementError). Nothing is
+    written.
     """
     placement = placement_of(config)
     info = read_target_info(config.target, config.mask_token_id)
@@ -232,12 +233,12 @@ def placement_of(config: TrainConfig) -> Placement:
         raise ImportError("engine ray needs the package ray: pip install 'dflash-nb[ray]', or use engine local")
     targets, drafters = config.workers
     if config.accumulation % drafters:
-        raise ValueError(
+        raise PlacementError(
             f"topology {config.topology}: the {drafters} drafters share the batches of a step, but accumulation {config.accumulation} is "
             f"not a multiple of {drafters}; change one of them"
         )
     if drafters > 1 and config.probe:
-        raise ValueError(f"probe: the largest batches are tried with one drafter, topology is {config.topology}; leave probe out")
+        raise PlacementError(f"probe: the largest batches are tried with one drafter, topology is {config.topology}; leave probe out")
     drafter = place_drafter(config.device)
     return Placement((drafter,) * targets, drafter)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dflash_nb.errors import PlainError
 from dflash_nb.model.target import Features, FrozenTarget
 from dflash_nb.model.target_info import TargetInfo
 from dflash_nb.pipeline.environment import usable_cores
@@ -24,6 +25,10 @@ from dflash_nb.pipeline.window import WorkerFailure, WorkerLost
 
 JOIN_SECONDS = 8.0
 RETIRE_AFTER = 3
+
+
+class PlacementError(PlainError, ValueError):
+    """Workers and drafters for which the devices or the configuration have no room; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +49,28 @@ def device_names(placement: Placement) -> list[str]:
 def place(device: str, targets: int, drafters: int = 1) -> Placement:
     """Devices for ``targets`` workers and a drafter: ``auto``, ``cpu``, ``cuda`` (all visible GPUs) or one device.
 
-    Raises ValueError with a topology that this machine has room for.
+    Raises PlacementError with a topology that this machine has room for.
     """
     if drafters != 1:
-        raise ValueError(f"topology {targets}-{drafters}: threads on one machine train one drafter; use {targets}-1")
+        raise PlacementError(f"topology {targets}-{drafters}: threads on one machine train one drafter; use {targets}-1")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         wanted = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"device {device!r} is not one; use auto, cpu, cuda, or one device such as cuda:1") from None
+        raise PlacementError(f"device {device!r} is not one; use auto, cpu, cuda, or one device such as cuda:1") from None
     if wanted.type == "cpu":
         return Placement((wanted,) * targets, wanted)
     count = torch.cuda.device_count() if wanted.type == "cuda" else 0
     if (wanted.index or 0) >= count:
-        raise ValueError(f"device {device}: {count} GPUs are visible to PyTorch; use auto or cpu")
+        raise PlacementError(f"device {device}: {count} GPUs are visible to PyTorch; use auto or cpu")
     if wanted.index is not None or count == 1:
         if targets > 1:
-            raise ValueError(f"topology {targets}-1 on one GPU would load the target {targets} times; use topology 1-1")
+            raise PlacementError(f"topology {targets}-1 on one GPU would load the target {targets} times; use topology 1-1")
         alone = torch.device("cuda", wanted.index or 0)
         return Placement((alone,), alone)
     if targets + 1 > count:
-        raise ValueError(f"topology {targets}-1 needs {targets + 1} GPUs, {count} are visible; use topology {count - 1}-1")
+        raise PlacementError(f"topology {targets}-1 needs {targets + 1} GPUs, {count} are visible; use topology {count - 1}-1")
     return Placement(tuple(torch.device("cuda", index) for index in range(targets)), torch.device("cuda", targets))
 
 

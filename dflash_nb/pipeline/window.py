@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dflash_nb.errors import PlainError
 from dflash_nb.pipeline.prefetch import Prefetcher
 
 POLL_SECONDS = 0.02
@@ -36,7 +37,7 @@ class WorkerLost(Exception):
     """What a worker's callable raises when the worker itself is gone: its batch has failed, and the worker must be opened again."""
 
 
-class WorkerError(RuntimeError):
+class WorkerError(PlainError, RuntimeError):
     """A batch failed on every worker that may try it, or no worker is left. The original error is the cause."""
 
     def __init__(self, message: str, sample_ids: tuple[int, ...] = ()):

@@ -45,12 +45,12 @@ def examine(config: TrainConfig) -> Examination:
         return Examination((), left_out="a run is looked at, not trained")
     checks: list[Check] = []
     config = _attempt(checks, "resume", config.resumed)
-    job = None if config is None else _examine_inputs(config, checks)
+    job = None if config is None else _attempt(checks, "inputs", _examine_inputs, config, checks)
     left_out = ""
     if job is None:
         left_out = "target and drafter were not loaded; mend the STOPs first"
     else:
-        _examine_models(job, checks)
+        _attempt(checks, "models", _examine_models, job, checks)
     return Examination(tuple(checks), time.perf_counter() - started, left_out)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from dflash_nb.errors import PlainError
+
 
 class Level(IntEnum):
     """OK; LOOK: training works, but something is likely not as meant; STOP: training would fail, or learn the wrong thing."""
@@ -14,7 +16,7 @@ class Level(IntEnum):
     STOP = 2
 
 
-class DoctorError(RuntimeError):
+class DoctorError(PlainError, RuntimeError):
     """A run that should not start. The text lists every STOP with what to do."""
 
 
