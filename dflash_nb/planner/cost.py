@@ -15,6 +15,7 @@ Shapes: every function takes ints or arrays that broadcast, and returns float64 
 import json
 import reprlib
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -205,6 +206,11 @@ class CostModel:
             kind = list if name in TERMS else KINDS.get(name, int | float)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise CostError(f"{name} holds {reprlib.repr(value)}, which is of the wrong kind; measure again")
+        errors, points = saved.get("errors", {}), saved.get("points", {})
+        if not all(isinstance(error, dict) and _numbers(error.get(name) for name in ("median", "total")) for error in errors.values()):
+            raise CostError("errors: the numbers median and total of each stage are needed; measure again")
+        if points and not (points.keys() == errors.keys() == set(cls.stages) and all(map(_pairs, points.values()))):
+            raise CostError("points: pairs of seconds of each stage are needed, and errors of the same stages; measure again")
         return cls(**{name: value for name, value in saved.items() if name in names})
 
     def save(self, path: Path) -> None:
@@ -236,6 +242,14 @@ def distinct_shapes(plan: BatchPlan) -> int:
 def _sample_lengths(plan: BatchPlan, lengths: np.ndarray) -> np.ndarray:
     """Tokens that run of each sample of the plan, in its order."""
     return np.minimum(np.asarray(lengths)[plan.sample_ids], plan.options.longest).astype(np.float64)
+
+
+def _numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) and abs(value) <= sys.float_info.max for value in values)
+
+
+def _pairs(rows: Any) -> bool:
+    return isinstance(rows, list) and bool(rows) and all(isinstance(row, list) and len(row) == 2 and _numbers(row) for row in rows)
 
 
 def _sum_of(coefficients: tuple[float, ...], *terms: np.ndarray | float) -> np.ndarray:
