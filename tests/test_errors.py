@@ -50,6 +50,8 @@ EXCEPTIONS: dict[str, str] = {
     "the gradient's norm is {}": "step.py adds the loss, the samples and how to resume",
     "not a bucket plan": "BucketPlan.load puts the file before it and what to do after it",
     "{}: {}": "CostModel.load: the file and the sentence of from_json",
+    "cannot be loaded with attention document by document": "padded_instead says what is done, or what to do with a run that packed",
+    "tokens is longer than the window of": "the self-test names the target, WorkerError the batch and what to do",
     "token id {}, {}": "both reasons put in end with what to do",
     # Joined from sentences that are in the list themselves.
     "{}": "ParameterError of several parameters",
