@@ -123,7 +123,8 @@ def trained(experiment: dict, name: str) -> Plot:
         axis.plot(row["predicted_ratio"], y, "D", color=WARN, markersize=5)
         right = max(row["measured_ratio"] + noise, row["predicted_ratio"])
         most = max(most, right)
-        axis.text(right, y, f"  {row['measured_ratio']:.2f} ± {noise:.2f}, {percent(row['padding'])} padding", va="center", fontsize=8)
+        error = f"± {noise:.2f}" if row["ratio_error"] is not None else "(one round: no error known)"
+        axis.text(right, y, f"  {row['measured_ratio']:.2f} {error}, {percent(row['padding'])} padding", va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), [row["strategy"] for row in rows])
     axis.invert_yaxis()
     axis.set(xlabel="real tokens a second, relative to sorted", xlim=(0, 1.3 * most))
@@ -204,7 +205,7 @@ def order(plans: Mapping[str, BatchPlan], steps: int = 300) -> Plot:
     finding = (
         f"Neighbouring batches are most alike or unlike under {strongest}: lag-1 {float(value):+.2f}, chance gives ± {value.noise:.2f}"
     )
-    return finish(figure, finding, f"first {steps} batches of epoch 0; packed rows all have the budget's length")
+    return finish(figure, finding, f"first {steps} batches of epoch 0; packed rows have nearly the budget's length")
 
 
 def spread(plans: Mapping[str, BatchPlan], worst: Sequence[dict], name: str = "") -> Plot:
@@ -259,7 +260,8 @@ def mates(rows: Sequence[dict], name: str = "") -> Plot:
     fixed = [line["strategy"] for line in table if line["repeated_mates"] > 0.5]
     best = min(table, key=lambda line: line["w1"])
     finding = f"A step's mix is closest to the data's under {best['strategy']} (W1 {best['w1']:.3f} of the mean length)"
-    finding += f"; {', '.join(fixed)} puts the same samples together every epoch" if fixed else "; no strategy repeats its batches"
+    if fixed:
+        finding += f"; more than half of the mates meet again in the next epoch under {' and '.join(fixed)}"
     return finish(figure, finding, f"{name + ': ' if name else ''}{table[0]['n']} seeds; {count(table[0]['real_tokens'])} tokens an epoch")
 
 
