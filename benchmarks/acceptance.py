@@ -128,6 +128,8 @@ def main() -> None:
         own = str(cache_dir() / "sample-own")
         if not Path(own).exists():
             write_answers("sample", own, "sample", rows=4000, new_tokens=96)
+    if options.prompts < 2:
+        parser.error("--prompts must be at least 2: the interval is over prompts")
     values = {"target": options.target, "dataset": options.dataset, "max_steps": options.steps, "epochs": 4, "eval_prompts": 1}
     base = TrainConfig(**{**values, **dict(options.base)})
     chosen = [variant for variant in VARIANTS if not options.only or variant.name in options.only.split(",")]
