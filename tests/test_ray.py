@@ -375,7 +375,8 @@ def test_a_lost_worker_fails_its_batch_and_is_replaced(pool):
 def test_a_full_object_store_is_told_and_stops_nothing(pool, monkeypatch):
     monkeypatch.setattr(on_ray, "DISK_SECONDS", 0.0)
     size = STORE // 4
-    taken = [ray.put(np.ones(size - (1 << 20), np.uint8)) for _ in range(4)]
+    # More than the store holds, so that Ray spills for certain: what it only allocates on disk is gone again when it is asked.
+    taken = [ray.put(np.ones(size - (1 << 20), np.uint8)) for _ in range(6)]
     assert [pool.submit(order(i, nbytes=size)).result(120)[0] for i in range(3)] == [size] * 3
 
     def told():  # a node that was taken away is asked too, until Ray has noticed
