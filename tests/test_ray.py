@@ -138,7 +138,7 @@ def test_a_run_through_a_killed_actor_a_lost_node_and_a_new_one_has_the_curve_of
     assert summary.finished
     assert curve(summary.run_dir) == curve_of_threads
     events = worker_events(summary.run_dir)
-    assert {event.split()[0] for event in events if "is lost" in event}, "by the kill; with the node, if the run lasts until Ray has noticed"
+    assert {event.split()[0] for event in events if "is lost" in event}, "by the kill; with the node, if Ray notices in time"
     # A quick run may end before a new one is up in place of a lost one; that it comes is another test's.
     assert len([event for event in events if "is up on node" in event]) >= 3
     assert read_run(summary.run_dir).events_of("retry")
