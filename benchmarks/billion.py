@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from table import show
 
 from dflash_nb.data.lengths import LengthHistogram, read_histogram, read_lengths
 from dflash_nb.planner.batches import BatchPlan, plan_epoch
@@ -206,15 +207,6 @@ def totals(shard: dict[str, Any]) -> list[str]:
         f"one shard at a time: {peak:.1f} GB at the peak beside {4 * shard['samples'] / 1e9:.1f} GB of lengths; "
         f"all plans at once: {shard['plan, B a sample'] * TOTAL / 1e9:.1f} GB",
     ]
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    columns = list(rows[0])
-    texts = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(len(row[i]) for row in texts) for i in range(len(columns))]
-    for row in texts:
-        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)), flush=True)
-    print()
 
 
 def main() -> None:

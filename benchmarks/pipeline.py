@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from table import show
 
 from dflash_nb.data.dataset import TokenDataset
 from dflash_nb.data.lengths import read_histogram
@@ -198,17 +199,6 @@ def measure_measuring(steps: int = 40) -> list[dict]:
         {"part": "measuring", "what": what, "ms_a_step": round(1000 * seconds / steps, 3), "share_of_step": round(seconds / whole, 5)}
         for what, seconds in rows
     ]
-
-
-def show(rows: list[dict]) -> None:
-    columns = list(rows[0])
-    widths = [
-        max(len(str(row[name])) for row in [dict.fromkeys(columns, ""), *rows, dict(zip(columns, columns, strict=True))])
-        for name in columns
-    ]
-    for row in [dict(zip(columns, columns, strict=True)), *rows]:
-        print("  ".join(str(row[name]).rjust(width) for name, width in zip(columns, widths, strict=True)), flush=True)
-    print()
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import ray_clusters
+from table import show
 
 from dflash_nb.model.target import Features
 from dflash_nb.pipeline.ray import RayPool, pack, target_features
@@ -112,15 +113,6 @@ def measure_handing_out(pool: RayPool, rounds: int = 5) -> list[dict[str, Any]]:
         a_batch.append(cpu - idle[-1] * wall)
     found = {"an empty batch": a_batch, "a second of a worker": a_second, "a second without a batch": idle}
     return [{"what": what, "CPU ms": round(1000 * float(np.median(values)), 3)} for what, values in found.items()]
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    columns = list(rows[0])
-    texts = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(len(row[i]) for row in texts) for i in range(len(columns))]
-    for row in texts:
-        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)), flush=True)
-    print()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from table import show
 
 from dflash_nb.data.lengths import LengthHistogram, read_lengths
 from dflash_nb.planner.batches import BatchPlan, plan_epoch
@@ -206,16 +207,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    columns = list(rows[0])
-    texts = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(len(row[i]) for row in texts) for i in range(len(columns))]
-    print(title)
-    for row in texts:
-        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)), flush=True)
-    print()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", help="a run's cost.json, or assumed (the package's own model), instead of the reference run's rates")
@@ -247,17 +238,16 @@ def main() -> None:
     results: dict[str, Any] = {"assumed": stated, "cost": cost.to_json(), "cluster": asdict(start)}
     if options.dataset == "reference":
         results["agreement"] = agreement(lengths, reference_rates())
-        show(
-            "Real tokens a second: published, by its rates, and by the package's cost model, which was fitted to them", results["agreement"]
-        )
+        title = "Real tokens a second: published, by its rates, and by the package's cost model, which was fitted to them"
+        show(results["agreement"], title)
         print(*what_agrees(results["agreement"]), sep="\n", end="\n\n")
     results["serial"] = serial(cost, plan, lengths, planning)
-    show("One process for all", results["serial"])
+    show(results["serial"], "One process for all")
     results["scaling"] = scaling(cost, plan_of, lengths, start, sorted(options.gpus))
-    show(f"An epoch of {len(plan.sample_ids):,} samples, {int(plan.real_tokens.sum()):,} tokens", results["scaling"])
+    show(results["scaling"], f"An epoch of {len(plan.sample_ids):,} samples, {int(plan.real_tokens.sum()):,} tokens")
     if options.network_gpus:
         results["networks"] = networks(cost, plan_of, lengths, start, sorted(options.network_gpus))
-        show("Other bandwidths, with more room", results["networks"])
+        show(results["networks"], "Other bandwidths, with more room")
     if options.picture:
         draw(results["scaling"], options.picture)
     if options.out:

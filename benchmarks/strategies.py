@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from table import show
 
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.model.target_info import read_target_info
@@ -226,15 +227,6 @@ def loss_variance(run: Run, skip: float = 0.3) -> dict[str, float]:
 
 def _error(values: np.ndarray) -> float | None:
     return round(float(values.std(ddof=1) / np.sqrt(len(values))), 4) if len(values) > 1 else None
-
-
-def show(rows: list[dict]) -> None:
-    columns = list(rows[0])
-    texts = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(len(row[i]) for row in texts) for i in range(len(columns))]
-    for row in texts:
-        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)), flush=True)
-    print()
 
 
 def main() -> None:

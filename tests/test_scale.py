@@ -1,6 +1,6 @@
 """Simulated clusters: where devices are, the simulation against closed-form limits, and against the reference run's own numbers."""
 
-import importlib.util
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import scale as benchmark
+
 from dflash_nb.data.lengths import read_lengths
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES
 from dflash_nb.planner.cost import TERMS, CostModel
 from dflash_nb.planner.scale import Cluster, Work, best_topology, limits, run_epoch
-
-spec = importlib.util.spec_from_file_location("scale", Path(__file__).parents[1] / "benchmarks" / "scale.py")
-benchmark = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(benchmark)
 
 LENGTHS = np.random.default_rng(0).integers(900, 1025, 24_000)
 
