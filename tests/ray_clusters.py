@@ -89,7 +89,7 @@ def started(start: Callable[[], object]) -> object:
     pytest.fail(f"this machine cannot start a Ray node in {START_TRIES} tries: {one_line(problem)}")
 
 
-def until(condition: Callable[[], object], seconds: float = 180.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for ``condition``; fail when it does not come in time."""
     deadline = time.monotonic() + seconds
     while not condition():

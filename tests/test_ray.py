@@ -111,36 +111,40 @@ def test_threads_one_node_and_two_nodes_have_one_curve(made, cluster, curve_of_t
         assert advice.workers == 3 and not advice.shared
 
 
-def test_a_run_through_a_killed_actor_a_lost_node_and_a_new_one_has_the_curve_of_threads(
-    made, cluster, curve_of_threads, tmp_path, pools, monkeypatch
-):
+def test_a_run_through_a_killed_actor_a_lost_node_and_a_new_one_has_the_curve_of_threads(made, cluster, tmp_path, pools, monkeypatch):
+    """Each thing happens once the one before has been noticed, in a run that is long enough: a loss shows at the next batch."""
+    longer = {"epochs": 12, "checkpoint_every": 0}
+    threads = train(tiny_config(made["dataset"], made["target"], tmp_path, **longer))
+    asked, opened, happened = [], RayPool._open, []
+    monkeypatch.setattr(RayPool, "_open", lambda self, name: (asked.append(name), opened(self, name))[1])
+
     def kill_one():
         """One of the two on the first node: the second node has the third."""
-        all_up(pools, 3)()
         nodes = [place.node for place in pools[0].places.values()]
         killed = next(place for place in pools[0].places.values() if nodes.count(place.node) == 2)
         os.kill(killed.pid, signal.SIGKILL)
 
-    def add_one():
-        cluster.add_node(num_cpus=2, object_store_memory=STORE)
-        all_up(pools, 3)()
+    def next_thing():
+        if len(happened) < len(things) and len(asked) >= 3 + len(happened):
+            all_up(pools, 3)()
+            happened.append(things[len(happened)]())
 
     with ray_clusters.second_node(cluster) as gone:
-        actions = {
-            4: kill_one,
-            10: lambda: cluster.remove_node(gone, allow_graceful=False),
-            14: add_one,
-        }
-        at_steps(monkeypatch, actions)
-        summary = train(on_cluster(made, cluster, tmp_path, q_hs_mb=1, retries=5))
+        things = [
+            kill_one,
+            lambda: cluster.remove_node(gone, allow_graceful=False),
+            lambda: cluster.add_node(num_cpus=2, object_store_memory=STORE),
+        ]
+        at_steps(monkeypatch, dict.fromkeys(range(4, threads.total_steps + 1), next_thing))
+        summary = train(on_cluster(made, cluster, tmp_path, q_hs_mb=1, retries=5, **longer))
         for node in list(cluster.worker_nodes):
             cluster.remove_node(node)
+    assert len(happened) == 3, "the run ended before all of it was noticed"
     assert summary.finished
-    assert curve(summary.run_dir) == curve_of_threads
+    assert curve(summary.run_dir) == curve(threads.run_dir)
     events = worker_events(summary.run_dir)
-    assert {event.split()[0] for event in events if "is lost" in event}, "by the kill; with the node, if Ray notices in time"
-    # A quick run may end before a new one is up in place of a lost one; that it comes is another test's.
-    assert len([event for event in events if "is up on node" in event]) >= 3
+    assert len({event.split()[0] for event in events if "is lost" in event}) == 2, "by the kill, and with the node"
+    assert len([event for event in events if "is up on node" in event]) >= 4, "three, and one in place of a lost one"
     assert read_run(summary.run_dir).events_of("retry")
     assert ray.is_initialized(), "a cluster that was there before stays"
     until(no_actor_is_left)

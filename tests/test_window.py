@@ -83,11 +83,12 @@ def test_what_is_computed_and_what_waits_stays_within_items_and_bytes():
     window = Window(prefetched(batches), pool, size_of=lambda batch: batch.tokens, max_items=5, max_bytes=100)
     for ready in window:
         time.sleep(0.001)
-        assert window.nbytes <= 100
+        assert window.reserved_bytes <= 100
+        assert window.nbytes <= window.reserved_bytes
         with lock:
             held["items"] -= 1
             held["bytes"] -= ready.features
-    assert window.nbytes == window.depth == 0
+    assert window.reserved_bytes == window.nbytes == window.depth == 0
     window.close()
     pool.close()
     # The batch that the caller is working on has left the window, but is still counted by this test.

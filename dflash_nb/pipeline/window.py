@@ -131,6 +131,11 @@ class Window:
         """Bytes of the features that wait."""
         return sum(entry.reserved for entry in self._entries if _succeeded(entry.future))
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the features that wait or are being computed; never above ``max_bytes`` unless a single batch is."""
+        return self._reserved
+
     def in_flight(self) -> list[dict[str, int]]:
         """The batches handed out and not yet taken, in plan order."""
         return [{"epoch": int(entry.batch.epoch), "index": int(entry.batch.index)} for entry in self._entries]
