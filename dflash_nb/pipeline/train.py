@@ -113,13 +113,12 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
         log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0)
     else:
         folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
-        log = RunLog.create(folder, config)
+        log = RunLog.create(folder, config, environment)
     with log:
-        for name, content in (
-            ("environment", {**describe_environment(), **environment}),
-            ("buckets", job.buckets.to_json()),
-            ("plan", _planned(job)),
-        ):
+        contents = {"buckets": job.buckets.to_json(), "plan": _planned(job)}
+        if config.resume:  # a new log has it already
+            contents["environment"] = {**describe_environment(), **environment}
+        for name, content in contents.items():
             if not config.resume or not readable(folder / f"{name}.json"):
                 log.write(name, content)
         print(f"run folder: {folder}", flush=True)
