@@ -37,7 +37,7 @@ def test_every_node_is_asked_for_its_versions_and_the_targets_files(made, cluste
     folder = tmp_path / "target"
     shutil.copytree(made[1], folder)
     (answer,) = ask(ray.nodes()[:1], str(folder)).values()
-    assert answer["target"] == "there" and "torch" in answer
+    assert answer["target"] == "there" and answer["niceness"] == "0" and "torch" in answer
     shutil.rmtree(folder)
     (answer,) = ask(ray.nodes()[:1], str(folder)).values()
     assert answer["target"] == "not there"
@@ -53,8 +53,11 @@ def test_a_cluster_of_this_machine_is_not_started_for_the_question(made, tmp_pat
 
 def test_what_the_nodes_say_is_judged():
     here = {"python": "3.12.1", "torch": "2.13.0"}
-    same = {**here, "target": "there"}
-    assert judge({"a": same, "b": same}, here, "3 actors")[0] == Level.OK
+    same = {**here, "target": "there", "niceness": "0"}
+    level, evidence, _ = judge({"a": same, "b": same}, here, "3 actors")
+    assert level == Level.OK and "goes before" not in evidence
+    level, evidence, _ = judge({"a": {**same, "niceness": "15"}, "b": same}, here, "3 actors")
+    assert level == Level.OK and "other work on node a goes before its workers" in evidence
     level, evidence, advice = judge({"a": same, "b": "ModuleNotFoundError: No module named 'dflash_nb'"}, here, "")
     assert (level, evidence) == (Level.STOP, "node b: ModuleNotFoundError: No module named 'dflash_nb'")
     assert "install this package on every node" in advice

@@ -4,6 +4,7 @@ A cluster that is named is joined for the question, and left again: 3 s where a 
 one. One that the run would start for itself is not started.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,12 @@ def judge(answers: dict[str, dict[str, str] | str], here: dict[str, str], room: 
     }
     if others:
         return look("; ".join(sorted(others)), "install the same versions everywhere: others may compute other losses")
-    return ok(f"{len(answers)} nodes with room for {room}, all with this process's {len(here)} versions and the target's files")
+    fit = f"{len(answers)} nodes with room for {room}, all with this process's {len(here)} versions and the target's files"
+    guests = [node for node, answer in answers.items() if answer["niceness"] != "0"]
+    if guests:
+        fit += f"; other work on node {', '.join(guests)} goes before its workers, unless Ray is started there with RAY_worker_niceness=0"
+    return ok(fit)
 
 
 def _about_this_node(folder: str) -> dict[str, str]:
-    return {**versions(), "target": "there" if Path(folder).is_dir() else "not there"}
+    return {**versions(), "target": "there" if Path(folder).is_dir() else "not there", "niceness": str(os.nice(0))}
