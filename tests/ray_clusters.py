@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",  # as in a cluster that a run makes for itself
     "RAY_health_check_period_ms": "1500",
     "RAY_max_direct_call_object_size": "1000",  # the tests' features are small: they go through the object store all the same
 }
@@ -54,13 +55,22 @@ services._build_python_executable_command_memory_profileable = _without_agents
 @contextmanager
 def cluster(cpus: int = 4, store: int = STORE) -> Iterator[ray.cluster_utils.Cluster]:
     """A cluster of one node that this process has joined."""
+    with other_cluster(cpus, store) as made:
+        try:
+            ray.init(made.address, log_to_driver=False, logging_level="ERROR")
+            yield made
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def other_cluster(cpus: int = 1, store: int = STORE) -> Iterator[ray.cluster_utils.Cluster]:
+    """A cluster of one node that this process has not joined."""
     head = {"num_cpus": cpus, "object_store_memory": store, "include_dashboard": False, "include_log_monitor": False}
     made = started(lambda: ray.cluster_utils.Cluster(initialize_head=True, head_node_args=head))
     try:
-        ray.init(made.address, log_to_driver=False, logging_level="ERROR")
         yield made
     finally:
-        ray.shutdown()
         made.shutdown()
 
 

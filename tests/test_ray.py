@@ -93,6 +93,54 @@ def all_up(pools, workers):
     return lambda: until(are_up)
 
 
+def in_a_process(script):
+    environment = {**os.environ, "PYTHONPATH": ray_clusters.PATH}
+    environment.pop("RAY_worker_niceness")  # a run sees to it by itself
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_steps(process, runs):
+    """Return once the run of a process has logged a few steps."""
+
+    def has_steps():
+        assert process.poll() is None, process.communicate()
+        return any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/steps.jsonl"))
+
+    until(has_steps, 200)
+
+
+@pytest.fixture(scope="module")
+def ended_and_killed(made, tmp_path_factory):
+    """The run folder of a run without an address, with Ray's own agents, and of a second one, whose driver was killed, the processes, with
+    the niceness of each worker."""
+    runs = tmp_path_factory.mktemp("runs")
+    script = f"""
+from tiny_runs import tiny_config
+from pathlib import Path
+import ray
+from dflash_nb.pipeline.train import train
+settings = dict(engine="ray", topology="1-1", q_hs_mb=8)
+made = Path({str(made["dataset"])!r}), Path({str(made["target"])!r})
+train(tiny_config(*made, Path({str(runs)!r}) / "first", max_steps=3, **settings))
+assert not ray.is_initialized()
+train(tiny_config(*made, Path({str(runs)!r}) / "second", epochs=500, **settings))
+"""
+    process = in_a_process(script)
+    wait_for_steps(process, runs / "second")
+    family = psutil.Process(process.pid).children(recursive=True)
+    niceness = [each.nice() for each in actors("Worker") if each in family]
+    process.kill()
+    assert process.communicate()[1] == ""
+    return next((runs / "first").iterdir()), family, niceness
+
+
+def test_without_an_address_a_cluster_is_made_and_ended(ended_and_killed):
+    folder, family, niceness = ended_and_killed
+    assert read_run(folder).status == "finished"
+    assert sum("raylet" in str(each) for each in family) == 1, "the first cluster had ended before the second began"
+    assert niceness == [os.nice(0)], "nobody goes before the worker of a run"
+
+
 def test_threads_one_node_and_two_nodes_have_one_curve(made, cluster, curve_of_threads, tmp_path, pools, monkeypatch):
     threads = train(tiny_config(made["dataset"], made["target"], tmp_path, topology="3-1"))
     assert curve(threads.run_dir) == curve_of_threads
@@ -166,50 +214,6 @@ def test_a_broken_row_reaches_the_caller_with_its_batch(made, cluster, tmp_path,
     (folder,) = tmp_path.iterdir()
     assert read_run(folder).status == "failed"
     until(no_actor_is_left)
-
-
-def in_a_process(script):
-    environment = {**os.environ, "PYTHONPATH": ray_clusters.PATH}
-    return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_steps(process, runs):
-    """Return once the run of a process has logged a few steps."""
-
-    def has_steps():
-        assert process.poll() is None, process.communicate()
-        return any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/steps.jsonl"))
-
-    until(has_steps, 200)
-
-
-@pytest.fixture(scope="module")
-def ended_and_killed(made, tmp_path_factory):
-    """The run folder of a run without an address, with Ray's own agents, and the processes of a second one whose driver was killed."""
-    runs = tmp_path_factory.mktemp("runs")
-    script = f"""
-from tiny_runs import tiny_config
-from pathlib import Path
-import ray
-from dflash_nb.pipeline.train import train
-settings = dict(engine="ray", topology="1-1", q_hs_mb=8)
-made = Path({str(made["dataset"])!r}), Path({str(made["target"])!r})
-train(tiny_config(*made, Path({str(runs)!r}) / "first", max_steps=3, **settings))
-assert not ray.is_initialized()
-train(tiny_config(*made, Path({str(runs)!r}) / "second", epochs=500, **settings))
-"""
-    process = in_a_process(script)
-    wait_for_steps(process, runs / "second")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    assert process.communicate()[1] == ""
-    return next((runs / "first").iterdir()), family
-
-
-def test_without_an_address_a_cluster_is_made_and_ended(ended_and_killed):
-    folder, family = ended_and_killed
-    assert read_run(folder).status == "finished"
-    assert sum("raylet" in str(each) for each in family) == 1, "the first cluster had ended before the second began"
 
 
 def test_a_killed_driver_leaves_the_cluster_that_was_there_and_nothing_else(made, cluster, tmp_path):
@@ -377,7 +381,14 @@ def test_a_lost_worker_fails_its_batch_and_is_replaced(pool):
     assert sum("is lost" in text for text in pool.news) == 1
 
 
-def test_a_full_object_store_is_told_and_stops_nothing(pool, monkeypatch):
+@pytest.fixture
+def another_cluster():
+    with ray_clusters.other_cluster() as other:
+        yield other
+
+
+def test_a_full_object_store_is_told_and_stops_nothing(another_cluster, pool, monkeypatch):
+    """Also where Ray would not know which of the machine's clusters is meant."""
     monkeypatch.setattr(on_ray, "DISK_SECONDS", 0.0)
     size = STORE // 4
     # More than the store holds, so that Ray spills for certain: what it only allocates on disk is gone again when it is asked.
