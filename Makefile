@@ -44,7 +44,7 @@ run: $(INSTALLED)
 # A process a core, one thread each: the tests are many small operations. A file stays in one process, and so do all that start Ray
 # clusters (tests/conftest.py).
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -69,7 +69,7 @@ oldest newest:
 	@test -x .venv-$@/bin/python || $(PYTHON) -m venv .venv-$@
 	@.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(CONSTRAINED) -e '.[dev]'
 	@.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
-	@OMP_NUM_THREADS=1 .venv-$@/bin/python -m pytest -n auto --dist loadgroup
+	@OMP_NUM_THREADS=1 .venv-$@/bin/python -m pytest -n auto --dist loadscope
 
 pictures: $(INSTALLED)
 	@$(BIN)/python docs/pictures.py

@@ -110,7 +110,7 @@ def wait_for_steps(process, runs):
 
 
 @pytest.fixture(scope="module")
-def ended_and_killed(made, tmp_path_factory):
+def ended_and_killed(made, only_clusters, tmp_path_factory):
     """The run folder of a run without an address, with Ray's own agents, and of a second one, whose driver was killed, the processes, with
     the niceness of each worker."""
     runs = tmp_path_factory.mktemp("runs")
