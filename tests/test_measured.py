@@ -1,13 +1,23 @@
 """A run's log in the planner's terms: a log written from a known cost model gives that model back."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from dflash_nb.pipeline.config import TrainConfig
-from dflash_nb.pipeline.measured import COST_FILE, find_cost, fit_run, main, measured_batches, run_speed, run_speeds, slots_per_token
+from dflash_nb.pipeline.measured import (
+    COST_FILE,
+    find_cost,
+    fit_run,
+    identity,
+    main,
+    measured_batches,
+    run_speed,
+    run_speeds,
+    slots_per_token,
+)
 from dflash_nb.pipeline.run import read_run
 from dflash_nb.pipeline.runlog import RunLog
 from dflash_nb.planner.cost import CostError, CostModel
@@ -64,6 +74,21 @@ def test_a_log_gives_its_cost_model_back(run):
     assert cost.slots_per_row == 256 and cost.slots_per_token == 0
     assert cost.source.startswith("measured on ") and "run known" in cost.source
     assert cost.belongs_to["target"] == "sample (8 layers of 128)" and "block size 8" in cost.belongs_to["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "said"),
+    [
+        ([], "auto", "2 CPU cores with all threads, in float32"),
+        ([], "bfloat16", "2 CPU cores with all threads, in bfloat16"),
+        (["NVIDIA H200"] * 2, "auto", "NVIDIA H200, in the target's own number format"),
+        (["NVIDIA H200"], "float32", "NVIDIA H200, in float32"),
+    ],
+)
+def test_the_hardware_names_the_number_format_that_auto_stands_for(names, dtype, said):
+    config = asdict(TrainConfig(dtype=dtype))
+    environment = {"cpu_cores": 2, "devices": {"names": names}}
+    assert identity(config, environment, {"name": "t", "num_layers": 1, "hidden_size": 2})["hardware"] == said
 
 
 def test_short_samples_set_the_slots_of_a_token(run):

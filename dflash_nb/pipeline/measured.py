@@ -63,10 +63,12 @@ def identity(config: Mapping[str, Any], environment: Mapping[str, Any], target: 
     """What a measurement belongs to: hardware, target and drafter as names to compare and to show."""
     devices = environment.get("devices", {}).get("names") or [f"{environment.get('cpu_cores')} CPU cores"]
     hardware = ", ".join(dict.fromkeys(devices))
+    kept = "the target's own number format"  # what FrozenTarget.load makes of auto on an accelerator
     if "CPU" in hardware:
         hardware += f" with {config['threads'] or 'all'} threads"
+        kept = "float32"
     return {
-        "hardware": f"{hardware}, {config['dtype']} numbers",
+        "hardware": f"{hardware}, in {kept if config['dtype'] == 'auto' else config['dtype']}",
         "target": f"{target['name']} ({target['num_layers']} layers of {target['hidden_size']})",
         "drafter": f"{config['draft_layers']} layers, block size {config['block_size']}, target layers {config['target_layers']}",
     }
