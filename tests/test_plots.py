@@ -8,6 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib import pyplot
+from matplotlib.colors import to_rgb
 
 from dflash_nb.analysis.plots import buckets, lengths, padding, style
 from dflash_nb.data.lengths import LengthHistogram, read_histogram
@@ -15,6 +16,7 @@ from dflash_nb.data.supervision import Supervision
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import evaluate_buckets, expected_seconds, optimize_buckets
 from dflash_nb.planner.cost import CostModel
+from dflash_nb.planner.options import STRATEGIES
 from dflash_nb.planner.rules import elbow
 from dflash_nb.planner.simulate import random_batch_waste, simulate, worst_batches
 
@@ -100,6 +102,45 @@ def test_titles_say_in_plain_words_what_is_seen():
     assert re.fullmatch(rf"{k} buckets pad \d+\.\d\d % of the computed tokens; the best {k // 2} would pad \d+\.\d\d %", drawn.finding)
     least = 1 - optimize_buckets(histogram, k, **LIMITS).efficiency
     assert ("these also weigh mixing" in " ".join(drawn.figure.get_supxlabel().split())) == (1 - plan.efficiency > 1.001 * least)
+
+
+def test_a_strategy_has_one_colour_in_every_picture():
+    sample = np.arange(20, 400)
+    cuts = optimize_buckets(LengthHistogram.from_lengths(sample), **LIMITS).boundaries
+    mine = {name: to_rgb(style.strategy_color(name)) for name in STRATEGIES}
+    assert len(set(mine.values())) == len(STRATEGIES) and set(mine.values()) < {to_rgb(color) for color in style.OKABE_ITO}
+    assert to_rgb(style.WARN) not in mine.values() and style.strategy_color("bucketed six") == style.strategy_color("bucketed")
+    assert style.strategy_color("my own") == style.OTHER_STRATEGY
+    for names in (STRATEGIES, STRATEGIES[::-1], ("random", "packed")):  # whatever their order and number
+        rows = simulate(sample, names, seeds=(0,), boundaries=cuts, **LIMITS)
+        plans = {name: plan_epoch(sample, name, cuts, **LIMITS) for name in names}
+        first, last = padding.mates(rows).figure.axes
+        for axis in (first, last):
+            labels = [label.get_text() for label in axis.get_xticklabels()]
+            assert [to_rgb(bar.get_facecolor()) for bar in axis.patches] == [mine[name] for name in labels]
+        for plot, bars in ((padding.strategies(rows), slice(None, None, 2)), (padding.speeds(rows, CostModel()), slice(None))):
+            [axis] = plot.figure.axes
+            labels = [label.get_text() for label in axis.get_yticklabels()]
+            assert [to_rgb(bar.get_facecolor()) for bar in axis.patches[bars]] == [mine[name] for name in labels]
+        assert [to_rgb(axis.lines[0].get_color()) for axis in padding.order(plans).figure.axes] == [mine[name] for name in names]
+        boxes = padding.spread(plans, worst_batches(plans[names[0]], sample)).figure.axes[0].patches
+        assert [to_rgb(box.get_facecolor()) for box in boxes] == [mine[name] for name in names]
+        points = [bar.lines[0] for bar in padding.front(rows).figure.axes[0].containers]
+        assert [to_rgb(point.get_color()) for point in points] == [mine[name] for name in names]
+    [axis] = lengths.random_waste([{"batch_size": 1, "waste": 0.0}, {"batch_size": 2, "waste": 0.1}], 2).figure.axes
+    assert to_rgb(axis.lines[0].get_color()) == mine["random"]
+
+
+def test_the_order_of_batches_is_said_with_its_direction():
+    plan = plan_epoch(np.arange(20, 420), "random", token_budget=8192, max_batch=1)
+    rising = np.arange(20, 420)
+    sawtooth = np.stack([rising[:200], rising[:199:-1]], axis=1).ravel()
+    for name, lengths_in_order, word in (("rising", rising, "alike"), ("sawtooth", sawtooth, "different")):
+        said = padding.order({name: replace(plan, padded_lengths=lengths_in_order, real_tokens=lengths_in_order)}).finding
+        sign = r"\+" if word == "alike" else "-"
+        assert re.fullmatch(
+            rf"Lengths of neighbouring batches are most {word} under {name}: lag-1 {sign}\d\.\d\d, where chance alone gives ± 0\.05", said
+        )
 
 
 def test_speeds_say_assumed_or_measured_and_how_far_runs_are_off():

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.data.supervision import Supervision
 
-from .style import ACCENT, FAINT, INK, WARN, Plot, count, finish, length_axis, new_figure, percent
+from .style import ACCENT, FAINT, INK, WARN, Plot, count, finish, length_axis, new_figure, percent, strategy_color
 
 BINS_PER_OCTAVE = 4
 
@@ -181,7 +181,7 @@ def random_waste(rows: Sequence[dict], batch_size: int, name: str = "") -> Plot:
     at = float(np.interp(batch_size, sizes, waste))
     figure, axes = new_figure()
     axis = axes[0, 0]
-    axis.plot(sizes, 100 * waste, color=ACCENT, marker="o", markersize=3)
+    axis.plot(sizes, 100 * waste, color=strategy_color("random"), marker="o", markersize=3)
     axis.plot(batch_size, 100 * at, "o", color=WARN, markersize=9, fillstyle="none", markeredgewidth=1.8)
     side = -1 if batch_size > sizes.max() / 2 else 1
     axis.annotate(

@@ -13,7 +13,7 @@ from dflash_nb.planner.batches import BatchPlan
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.planner.diversity import lag1, longest_run
 
-from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
+from .style import FAINT, INK, WARN, Plot, count, finish, length_axis, new_figure, percent, strategy_color
 
 MEANS = ("efficiency", "fill", "batches", "repeated_mates", "w1", "lag1", "longest_run", "spread", "seconds", "tokens_per_second")
 
@@ -49,7 +49,7 @@ def strategies(rows: Sequence[dict], name: str = "") -> Plot:
     slowest = next((line for line in table if line["strategy"] == "random"), table[-1])
     for y, line in enumerate(table):
         real = 100 * line["efficiency"]
-        axis.barh(y, real, color=ACCENT, height=0.62)
+        axis.barh(y, real, color=strategy_color(line["strategy"]), height=0.62)
         axis.barh(y, 100 - real, left=real, color="white", edgecolor=WARN, hatch="////", height=0.62, linewidth=0.6)
         axis.errorbar(real, y, xerr=100 * line["efficiency_sd"], color=INK, capsize=3, linewidth=1)
         text = f"{percent(1 - line['efficiency'])} padding, fill {percent(line['fill'])}\n{duration(line['seconds'])} an epoch"
@@ -83,7 +83,7 @@ def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), nam
     for y, line in enumerate(table):
         speed = line["tokens_per_second"]
         spread = float(np.hypot(line["tokens_per_second_sd"], speed * error))
-        axis.barh(y, speed, color=ACCENT if cost.source != "assumed" else FAINT, height=0.5)
+        axis.barh(y, speed, color=strategy_color(line["strategy"]), alpha=0.45 if cost.source == "assumed" else 1.0, height=0.5)
         axis.errorbar(speed, y, xerr=spread, color=INK, capsize=3, linewidth=1)
         axis.text(speed + spread, y, f"  {speed:,.0f} ± {spread:,.0f}", va="center", fontsize=8)
     order = [line["strategy"] for line in table]
@@ -103,7 +103,10 @@ def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), nam
         predicted = {line["strategy"]: line["tokens_per_second"] for line in table}
         off = [predicted[run["strategy"]] / run["tokens_per_second"] - 1 for run in shown]
         finding += f"; the prediction for {len(shown)} measured run{'s' * (len(shown) > 1)} is off by {percent(max(map(abs, off)))} at most"
-    note = f"{name + ': ' if name else ''}whiskers: spread over {table[0]['n']} plans and model error; diamonds: runs, 2 standard errors"
+    pale = "pale: assumed, not measured; " if cost.source == "assumed" else ""
+    note = (
+        f"{name + ': ' if name else ''}{pale}whiskers: spread over {table[0]['n']} plans and model error; diamonds: runs, 2 standard errors"
+    )
     return finish(figure, finding, note)
 
 
@@ -119,7 +122,8 @@ def trained(experiment: dict, name: str) -> Plot:
     most = 0.0
     for y, row in enumerate(rows):
         noise = 2 * (row["ratio_error"] or 0.0)
-        axis.barh(y, row["measured_ratio"], xerr=noise, color=ACCENT, height=0.5, error_kw={"ecolor": INK, "capsize": 3, "linewidth": 1})
+        color = strategy_color(row["strategy"])
+        axis.barh(y, row["measured_ratio"], xerr=noise, color=color, height=0.5, error_kw={"ecolor": INK, "capsize": 3, "linewidth": 1})
         axis.plot(row["predicted_ratio"], y, "D", color=WARN, markersize=5)
         right = max(row["measured_ratio"] + noise, row["predicted_ratio"])
         most = max(most, right)
@@ -130,7 +134,9 @@ def trained(experiment: dict, name: str) -> Plot:
     axis.set(xlabel="real tokens a second, relative to sorted", xlim=(0, 1.3 * most))
     off = max(abs(row["predicted_over_measured"] - 1) for row in rows)
     [auto] = [row["measured_ratio"] for row in rows if row["strategy"] == AUTO]
-    finding = f"In real training auto buckets reach {auto:.2f} of sorted; predicted speeds are off by {percent(off)} at most"
+    finding = (
+        f"In real training, auto buckets have {auto:.2f} times the speed of sorted batches; predictions are off by {percent(off)} at most"
+    )
     options = experiment["options"]
     how = f"target {options['target']}, {experiment['cost']['belongs_to']['hardware']}, {options['rounds']} interleaved rounds"
     return finish(figure, finding, f"{name}: {how}; bars measured, whiskers two standard errors, diamonds predicted")
@@ -155,7 +161,7 @@ def front(rows: Sequence[dict], name: str = "") -> Plot:
     figure, axes = new_figure()
     axis = axes[0, 0]
     for i, line in enumerate(table):
-        color = OKABE_ITO[(i + 1) % 8]
+        color = strategy_color(line["strategy"])
         scores = [mixing_score(row["repeated_mates"], row["w1"]) for row in rows if row["strategy"] == line["strategy"]]
         axis.errorbar(
             x[i], y[i], xerr=100 * line["efficiency_sd"], yerr=np.std(scores), marker="o" if padded[i] else "*", markersize=9, color=color,
@@ -192,7 +198,7 @@ def order(plans: Mapping[str, BatchPlan], steps: int = 300) -> Plot:
     correlations = {}
     for axis, (strategy, plan) in zip(axes[:, 0], plans.items(), strict=True):
         lengths = plan.padded_lengths[:steps]
-        axis.plot(np.arange(1, len(lengths) + 1), lengths, color=ACCENT, linewidth=0.7, marker=".", markersize=2)
+        axis.plot(np.arange(1, len(lengths) + 1), lengths, color=strategy_color(strategy), linewidth=0.7, marker=".", markersize=2)
         correlations[strategy] = lag1(plan)
         text = f"{strategy}: lag-1 {float(correlations[strategy]):+.2f}, longest run of one bucket {float(longest_run(plan)):.0f}"
         axis.text(0.005, 1.02, text, transform=axis.transAxes, fontsize=8, va="bottom")
@@ -203,7 +209,8 @@ def order(plans: Mapping[str, BatchPlan], steps: int = 300) -> Plot:
     strongest = max(correlations, key=lambda key: abs(correlations[key]))
     value = correlations[strongest]
     finding = (
-        f"Neighbouring batches are most alike or unlike under {strongest}: lag-1 {float(value):+.2f}, chance gives ± {value.noise:.2f}"
+        f"Lengths of neighbouring batches are most {'alike' if value > 0 else 'different'} under {strongest}: lag-1 {float(value):+.2f}, "
+        f"where chance alone gives ± {value.noise:.2f}"
     )
     return finish(figure, finding, f"first {steps} batches of epoch 0; packed rows have nearly the budget's length")
 
@@ -218,10 +225,12 @@ def spread(plans: Mapping[str, BatchPlan], worst: Sequence[dict], name: str = ""
     waste = [100 * (1 - plan.real_tokens / plan.padded_tokens) for plan in plans.values()]
     use = [100 * plan.padded_tokens / plan.options.token_budget for plan in plans.values()]
     for axis, values in ((left, waste), (right, use)):
-        axis.boxplot(
-            values, whis=(5, 95), widths=0.6, showfliers=False, medianprops={"color": WARN, "linewidth": 1.6},
-            boxprops={"color": INK}, whiskerprops={"color": FAINT}, capprops={"color": FAINT},
+        boxes = axis.boxplot(
+            values, whis=(5, 95), widths=0.6, showfliers=False, patch_artist=True, medianprops={"color": INK, "linewidth": 1.6},
+            whiskerprops={"color": FAINT}, capprops={"color": FAINT},
         )  # fmt: skip
+        for box, strategy in zip(boxes["boxes"], plans, strict=True):
+            box.set(facecolor=strategy_color(strategy), edgecolor=INK, alpha=0.7)
         axis.plot(np.arange(1, len(values) + 1), [v.max() for v in values], ".", color=INK, markersize=5)
         axis.set_xticks(range(1, len(values) + 1), list(plans), rotation=30, fontsize=8)
     left.set(ylabel="padding of a batch (%)", ylim=(-1, 100))
@@ -242,7 +251,7 @@ def mates(rows: Sequence[dict], name: str = "") -> Plot:
     """What planning by length costs, a bar a strategy: mates that meet again, and the distance of a step's mix from the data's."""
     table = by_strategy(rows)
     figure, axes = new_figure(1, 2, width=7.6)
-    colors = bucket_colors(len(table))
+    colors = [strategy_color(line["strategy"]) for line in table]
     for axis, key, scale, label in (
         (axes[0, 0], "repeated_mates", 100, "mates met again next epoch (%)"),
         (axes[0, 1], "w1", 1, "W1 of a step's mix / mean length"),

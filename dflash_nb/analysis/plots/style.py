@@ -21,6 +21,14 @@ LINE = 100  # characters
 WIDTH_IN, HEIGHT_IN, DPI = 7.0, 4.0, 110
 OKABE_ITO = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")  # told apart by everybody
 INK, FAINT, ACCENT, WARN = "#222222", "#9a9a9a", OKABE_ITO[5], OKABE_ITO[6]
+STRATEGY_COLORS = {  # vermilion is left to warnings and padding, yellow is too pale on white
+    "bucketed": OKABE_ITO[5],
+    "pooled": OKABE_ITO[2],
+    "random": OKABE_ITO[1],
+    "sorted": OKABE_ITO[7],
+    "packed": OKABE_ITO[3],
+}
+OTHER_STRATEGY = "#7a7a7a"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 
 
@@ -110,6 +118,11 @@ def length_axis(axis: Axes, low: float, high: float, which: str = "x") -> None:
 def bucket_colors(count: int) -> list[tuple[float, float, float, float]]:
     """One colour a bucket, short to long, the same in every notebook: ``cividis`` without its palest end."""
     return [mpl.colormaps["cividis"](x) for x in np.linspace(0.0, 0.88, max(1, count))]
+
+
+def strategy_color(name: str) -> str:
+    """The colour of a strategy, the same in every picture; variants such as ``bucketed six`` have that of their first word, others grey."""
+    return STRATEGY_COLORS.get(name.partition(" ")[0], OTHER_STRATEGY)
 
 
 def bucket_marker(index: int) -> str:
