@@ -278,6 +278,92 @@ def test_signs_carry_their_intervals(tmp_path):
     assert rows["steps until a spike is over"]["value"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("norm", "mark", "severity"),
+    [(0.7, "OK", None), (1.25, "note", Severity.NOTE), (3.0, "note", Severity.NOTE), (30.0, "LOOK", Severity.LOOK)],
+)
+def test_clipping_in_most_steps_is_said_and_alarms_only_far_above_the_limit(tmp_path, norm, mark, severity):
+    """Norms scatter by 20 %: 0.7 is above the limit of 1 in few steps, 1.25 in about 87 %, the others in all."""
+    found = diagnose(write_run(tmp_path / "run", Recipe(seed=1, steps=400, grad_norm=norm)))
+    steps = found.log.run.steps
+    share, late = steps["clipped"].mean(), steps["clipped"][-192:].mean()  # half of the 384 steps after a warm-up of 16
+    row = {row["sign"]: row for row in signs(found)}["clipped"]
+    assert (row["value"], row[""]) == (f"{share:.0%} of the steps, {late:.0%} of the last 192", mark)
+    clipping = found.of("always clipped")
+    assert (clipping.severity if clipping else None) == severity
+    assert found.verdict == ("LOOK" if severity == Severity.LOOK else "HEALTHY")
+    if clipping:
+        twice = 2 * np.median(steps["grad_norm"][-192:])
+        assert (
+            f"{late:.0%} of the last 192 steps were clipped" in clipping.text and f"about {twice:.2g}, twice the median" in clipping.advice
+        )
+
+
+def test_a_steep_start_that_was_clipped_is_no_finding(tmp_path):
+    def fades(made, rng):
+        for record in made:
+            record["grad_norm"] = 5.0 if record["step"] < 200 else 0.5
+            record["clipped"] = record["grad_norm"] > 1.0
+
+    found = diagnose(Planted(Recipe(seed=1, steps=300), fades)(tmp_path / "run"))
+    row = {row["sign"]: row for row in signs(found)}["clipped"]
+    assert row == {"sign": "clipped", "value": "66% of the steps, 30% of the last 144", "interval": "", "": "OK"}
+    assert found.of("always clipped") is None
+
+
+def tau(step, value, low=None, high=None):
+    return {"step": step, "loss": None, "tau": value, "tau_low": low, "tau_high": high}
+
+
+@pytest.mark.parametrize(
+    ("events", "value", "interval", "mark"),
+    [
+        ((), "not known", "", ""),
+        ((tau(0, 1.0),), "1.00 at step 0", "", ""),
+        ((tau(0, 1.0), tau(300, 1.8, 1.62, 2.0)), "1.00 → 1.80 at step 300", "1.62 to 2.00", "OK"),
+        ((tau(0, 1.0), tau(300, 1.3, 0.95, 1.7)), "1.00 → 1.30 at step 300", "0.95 to 1.70", ""),  # may be nothing: not called OK
+        ((tau(0, 1.0), tau(150, 1.5), tau(300, 1.03, 1.01, 1.05)), "1.00 → 1.03 at step 300", "1.01 to 1.05", "STOP"),
+    ],
+)
+def test_tau_has_a_sign(tmp_path, events, value, interval, mark):
+    def evaluated(log, record):
+        for event in events:
+            if max(event["step"], 1) == record["step"]:
+                log.event("eval", **event)
+
+    found = diagnose(Planted(Recipe(seed=1, steps=300), events=evaluated)(tmp_path / "run"))
+    assert (found.of("decoding accepts nothing") is not None) == (mark == "STOP")
+    row = {row["sign"]: row for row in signs(found)}["tau, tokens a target pass"]
+    assert (row["value"], row["interval"], row[""]) == (value, interval, mark)
+
+
+@pytest.mark.parametrize(
+    ("evals", "losses", "value", "mark"),
+    [
+        ((), (), "not known", ""),
+        ((0, 600), (7.1, 3.6), "7.100 → 3.600 at step 600", ""),  # too few for the check
+        ((0, 150, 300, 450, 600), (7.1, 4.6, 4.0, 3.8, 3.6), "7.100 → 3.600 at step 600", "OK"),
+        ((0, 150, 300, 450, 600), (7.1, 4.6, 4.0, 4.3, 4.9), "7.100 → 4.900 at step 600", "LOOK"),
+    ],
+)
+def test_held_out_loss_has_a_sign(tmp_path, evals, losses, value, mark):
+    def evaluated(log, record):
+        for step, loss in zip(evals, losses, strict=True):
+            if max(step, 1) == record["step"]:
+                log.event("eval", step=step, loss=loss)
+
+    found = diagnose(Planted(Recipe(seed=1, steps=600), events=evaluated)(tmp_path / "run"))
+    row = {row["sign"]: row for row in signs(found)}["held-out loss"]
+    assert (row["value"], row[""]) == (value, mark)
+
+
+def test_what_was_not_judged_is_not_called_ok(tmp_path):
+    found = diagnose(write_run(tmp_path / "run", Recipe(seed=1, steps=50, total_steps=400)))
+    marks = {row["sign"]: row[""] for row in signs(found)}
+    assert marks["finite losses"] == marks["spikes in 1,000 steps"] == "OK"
+    assert marks["clipped"] == marks["held-out loss"] == marks["tau, tokens a target pass"] == ""
+
+
 def test_starvation_names_the_slow_side(tmp_path):
     for prefetch, side in ((8, "the target"), (0, "reading and collating")):
         found = diagnose(Planted(Recipe(seed=112), waits(0.9, prefetch))(tmp_path / str(prefetch))).of("starved")

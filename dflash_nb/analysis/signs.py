@@ -1,10 +1,15 @@
-"""The vital signs of a diagnosis: a table with a row a question, and OK or LOOK."""
+"""The vital signs of a diagnosis: a table with a row a question, and OK or LOOK.
+
+OK means that a check was made and found nothing. Where the log does not hold the number, or is too short for its checks, the mark is empty.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.stats import chi2
 
+from dflash_nb.analysis.findings import CHECKS
+from dflash_nb.analysis.findings.curve import late_steps
 from dflash_nb.analysis.findings.finding import Log, Severity
 from dflash_nb.analysis.findings.spikes import find_spikes
 from dflash_nb.analysis.running import slope
@@ -13,18 +18,22 @@ if TYPE_CHECKING:
     from dflash_nb.analysis.diagnose import Diagnosis
 
 TAIL = 0.2  # share of the steps, at the end, whose slope is the trend
+TAU = "tau, tokens a target pass"
 TELLS = {
     "finite losses": ("not finite",),
     "trend of the last fifth": ("divergence", "nothing learned", "rate too low", "plateau"),
     "spikes in 1,000 steps": ("spikes",),
     "steps until a spike is over": ("divergence",),
+    "held-out loss": ("held-out drifts",),
+    TAU: ("acceptance stuck", "decoding accepts nothing"),
     "clipped": ("always clipped",),
     "waited for the target": ("starved",),
 }
+NOT_KNOWN = ("not known", "")
 
 
 def signs(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
-    """Rows of sign, value, interval and OK, note or LOOK; ``not known`` where the log does not hold it."""
+    """Rows of sign, value, interval and OK, note, LOOK or STOP; ``not known`` where the log does not hold it."""
     log = diagnosis.log
     if not len(log):
         return [{"sign": name, "value": "no step yet", "interval": "", "": ""} for name in TELLS]
@@ -33,15 +42,22 @@ def signs(diagnosis: "Diagnosis") -> list[dict[str, Any]]:
         "trend of the last fifth": _trend(log),
         "spikes in 1,000 steps": _spike_rate(log),
         "steps until a spike is over": _recovery(log),
-        "clipped": (_share(log.run.steps["clipped"]) if np.isfinite(log.run.steps["grad_norm"]).any() else "not known", ""),
+        "held-out loss": _heldout(log),
+        TAU: _tau(log),
+        "clipped": _clipped(log),
         "waited for the target": (_waited(log), ""),
     }
+    silent = {name for name, value in values.items() if value == NOT_KNOWN}
+    silent |= set() if len(late_steps(log)) else {"clipped"}
+    silent |= set() if _accepts(log) else {TAU}
+    judged = {check.kind for check in CHECKS} - {each.check.kind for each in diagnosis.unjudged}
     worst = {finding.kind: finding.severity for finding in diagnosis.findings}
     words = {None: "OK", Severity.NOTE: "note", Severity.LOOK: "LOOK", Severity.STOP: "STOP"}
     rows = []
     for name, (value, interval) in values.items():
         found = max((worst[kind] for kind in TELLS[name] if kind in worst), default=None)
-        rows.append({"sign": name, "value": value, "interval": interval, "": words[found] if value != "not known" else ""})
+        known = found is not None or (name not in silent and not judged.isdisjoint(TELLS[name]))
+        rows.append({"sign": name, "value": value, "interval": interval, "": words[found] if known else ""})
     return rows
 
 
@@ -87,8 +103,45 @@ def _recovery(log: Log) -> tuple[str, str]:
     return f"{int(np.median(times))}", f"longest {max(times)}"
 
 
-def _share(values: np.ndarray) -> str:
-    return f"{np.mean(values.astype(bool)):.0%} of the steps"
+def _heldout(log: Log) -> tuple[str, str]:
+    """First and last held-out loss; the first is that of the untrained drafter where it was measured."""
+    found = [(event["step"], event["loss"]) for event in log.run.events_of("eval") if event.get("loss") is not None]
+    if not found:
+        return NOT_KNOWN
+    return f"{_ends([loss for _, loss in found], 3)} at step {found[-1][0]:,}", ""
+
+
+def _tau(log: Log) -> tuple[str, str]:
+    """First and last tau, and the interval of the last over prompts."""
+    found = _taus(log)
+    if not found:
+        return NOT_KNOWN
+    last = found[-1]
+    interval = f"{last['tau_low']:.2f} to {last['tau_high']:.2f}" if last.get("tau_low") is not None else ""
+    return f"{_ends([event['tau'] for event in found], 2)} at step {last['step']:,}", interval
+
+
+def _accepts(log: Log) -> bool:
+    """Whether decoding surely accepts drafts after training: a tau whose interval is above 1."""
+    found = _taus(log)
+    return bool(found) and found[-1]["step"] > 0 and (found[-1].get("tau_low") or found[-1]["tau"]) > 1
+
+
+def _taus(log: Log) -> list[dict[str, Any]]:
+    return [event for event in log.run.events_of("eval") if event.get("tau") is not None]
+
+
+def _ends(values: list[float], digits: int) -> str:
+    return " → ".join(f"{value:.{digits}f}" for value in values[: 1 if len(values) > 1 else 0] + values[-1:])
+
+
+def _clipped(log: Log) -> tuple[str, str]:
+    """Share of all steps, and of the late ones that are judged: a steep start is clipped in many healthy runs."""
+    if not np.isfinite(log.run.steps["grad_norm"]).any():
+        return NOT_KNOWN
+    clipped, late = log.run.steps["clipped"].astype(bool), late_steps(log)
+    value = f"{clipped.mean():.0%} of the steps"
+    return (f"{value}, {clipped[late].mean():.0%} of the last {len(late):,}" if len(late) else value), ""
 
 
 def _waited(log: Log) -> str:

@@ -10,6 +10,7 @@ from dflash_nb.analysis.findings.finding import Finding, Log, Severity, plural
 from dflash_nb.analysis.running import MEDIAN_ERROR, median_of, running_median, scale_of
 
 SURE = 6.0  # standard errors of a rise that stops a run
+MOSTLY_CLIPPED = 0.5  # share of the steps from which clipping is the rule: the median norm is above the limit
 FAR_OVER = 10.0  # median gradient norm over its limit from which clipping is more than a scale, which AdamW ignores
 STANDSTILL = 0.01  # fall over half of a run that counts as none, as a share of the loss (and a third of that of the whole fall)
 STRAIGHT = 0.4  # least fall a unit of summed rate, second half over first, of a loss that falls in a straight line
@@ -187,18 +188,28 @@ def plateau(log: Log) -> Finding | None:
     )
 
 
-def always_clipped(log: Log) -> Finding | None:
-    """Clipping is active in nearly every step after warm-up. With AdamW a constant factor hardly matters: only far above the limit."""
-    limit = float(log.run.config.get("grad_clip") or 0)
+def late_steps(log: Log) -> np.ndarray:
+    """Rows of the second half of the steps after warm-up, on which clipping is judged; none where they are fewer than 30."""
     after = np.flatnonzero(log.after_warmup())
     late = after[len(after) // 2 :]
-    if len(late) < 30:
+    return late if len(late) >= 30 else late[:0]
+
+
+def always_clipped(log: Log) -> Finding | None:
+    """Clipping is the rule, not the exception. AdamW and Muon hardly feel a common factor: only far above the limit is it more than a note.
+
+    On the embedded sample, with the defaults, 62 % of the late steps are clipped at 1.1 times the limit, and the run learns.
+    """
+    limit = float(log.run.config.get("grad_clip") or 0)
+    late = late_steps(log)
+    if not len(late):
         return None
     clipped, norm = log.run.steps["clipped"][late].astype(bool), log.run.steps["grad_norm"][late]
     share, over = float(clipped.mean()), median_of(norm) / limit if limit else np.nan
-    if share < 0.95:
+    if share < MOSTLY_CLIPPED:
         return None
     severity = Severity.LOOK if over > FAR_OVER else Severity.NOTE
+    twice = f"{2 * median_of(norm):.2g}"
     return Finding(
         "always clipped",
         severity,
@@ -207,9 +218,9 @@ def always_clipped(log: Log) -> Finding | None:
         (f"median gradient norm {median_of(norm):.3g}",),
         1.0,
         log.step_N[late],
-        "Raise grad_clip to about twice the median norm, so that it cuts spikes only"
+        f"Raise grad_clip to about {twice}, twice the median norm, so that it cuts spikes only"
         if severity
-        else "No action; grad_clip acts as a scale",
+        else f"No action needed: grad_clip acts as a scale; about {twice}, twice the median norm, would cut spikes only",
         {"share": share, "over": over},
     )
 
