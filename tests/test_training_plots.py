@@ -107,6 +107,32 @@ def test_the_limiting_side_is_named(tmp_path, recipe, say):
     assert f"{100 * share:.1f} % " in training.queues(run).finding
 
 
+@pytest.mark.parametrize(
+    ("config", "q_hs", "label", "capacity", "full", "say"),
+    [
+        ({}, 17, "q_hs (batches)", 17, 100, "its 17 places bind, it never held more than 16 of 256 MiB"),
+        ({}, 16, "q_hs (batches)", 17, 100, "its 17 places bind"),  # the batch of the place just left is being computed
+        ({}, 8, "q_hs (batches)", 17, 0, "its 17 places bind"),
+        ({"topology": "3-1"}, 17, "q_hs (batches)", 19, 0, "its 19 places bind"),
+        ({"q_hs_mb": 4}, 4, "q_hs (MiB)", 4, 100, "its 4 MiB bind, about 4.2 batches, before its 17 places do"),  # 3.8 MiB: no room for one
+        ({"q_hs_mb": 4}, 3, "q_hs (MiB)", 4, 0, "its 4 MiB bind"),
+        ({"q_hs_mb": 1}, 0, "q_hs (batches)", 17, 0, "its 17 places bind"),  # nothing ever waited: the size of a batch is unknown
+    ],
+)
+def test_a_full_window_looks_full_whichever_limit_binds(tmp_path, config, q_hs, label, capacity, full, say):
+    """A batch of these runs holds a million bytes."""
+    run = read_run(write_run(tmp_path / "run", Recipe(steps=30, q_hs=q_hs, config=config)))
+    plot = training.queues(run)
+    axis = plot.figure.axes[1]
+    assert axis.get_ylabel() == label and say in " ".join(plot.figure.get_supxlabel().split())
+    [dashed] = [line for line in axis.lines if line.get_linestyle() == "--"]
+    assert set(dashed.get_ydata()) == {capacity}
+    texts = [text.get_text() for text in axis.texts]
+    assert f"capacity {capacity}" in texts and any(text.endswith(f"full {full} % of the time") for text in texts)
+    drawn = axis.lines[0].get_ydata()
+    assert full == 0 or drawn.min() > 0.9 * capacity
+
+
 def test_running_median_follows_levels_and_leaves_out_nan():
     values = np.concatenate([np.full(50, 2.0), np.full(50, 1.0)])
     values[[3, 70]] = np.nan, 9.0

@@ -110,14 +110,23 @@ def advise(run: Run, watts: float = 0.0) -> Advice | None:
     workers = int(str(run.config.get("topology", "1-1")).partition("-")[0])
     devices = run.environment.get("devices", {})
     targets, drafter = (devices.get("targets", []), devices.get("drafter")) if isinstance(devices, dict) else ([], None)
-    places = workers + WAITING_BATCHES
     stages, seconds = stages_of(run)
-    waiting = run.steps["q_hs"] > 0
-    if waiting.any() and run.config.get("q_hs_mb"):
-        batch_bytes = float(np.median(run.steps["q_hs_bytes"][waiting] / run.steps["q_hs"][waiting]))
-        places = max(1, min(places, int((run.config["q_hs_mb"] << 20) / max(batch_bytes, 1.0))))
+    places = max(1, int(min(window_room(run))))
     shared = run.config.get("engine") != "ray" and (not targets or drafter in targets)  # Ray's actors have devices of their own
     return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared)
+
+
+def window_room(run: Run) -> tuple[int, float]:
+    """The two limits of the window, both in batches: its places, and how many of the run's usual batches fit ``q_hs_mb``.
+
+    The smaller one binds. The second is infinite where no batch ever waited or the log holds no limit.
+    """
+    workers = int(str(run.config.get("topology", "1-1")).partition("-")[0])
+    waiting = run.steps["q_hs"] > 0
+    if not waiting.any() or not run.config.get("q_hs_mb"):
+        return workers + WAITING_BATCHES, np.inf
+    batch_bytes = float(np.median(run.steps["q_hs_bytes"][waiting] / run.steps["q_hs"][waiting]))
+    return workers + WAITING_BATCHES, (run.config["q_hs_mb"] << 20) / max(batch_bytes, 1.0)
 
 
 def stages_of(run: Run) -> tuple[Stages, float]:

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from dflash_nb.analysis.achieved import batch_seconds, length_ranges
+from dflash_nb.pipeline.advice import window_room
 from dflash_nb.pipeline.run import Run
 from dflash_nb.pipeline.summary import estimate_agreement, repetition, tau_words
 
@@ -179,20 +180,30 @@ def time_by_length(run: Run) -> Plot:
 
 
 def queues(run: Run) -> Plot:
-    """What waited in q_prefetch (batches) and q_hs (bytes) at each step, against capacity, with the share of time empty and full."""
+    """What waited in q_prefetch and q_hs at each step, against capacity, with the share of time empty and full.
+
+    q_hs has two limits, places and bytes. It is drawn in the unit of the one that binds, so that a full window looks full.
+    """
     figure, axes = new_figure(2, 1, height=4.6, sharex=True)
     if not len(run):
         return _nothing(run, figure, axes[0, 0])
     seconds = np.maximum(run.steps["seconds_step"], 1e-9)
     minutes = np.cumsum(seconds) / 60
     thin = _thin(len(run))
-    rows = (
-        ("q_prefetch (batches)", run.steps["q_prefetch"], run.config.get("prefetch")),
-        ("q_hs (MiB)", run.steps["q_hs_bytes"] / 2**20, run.config.get("q_hs_mb")),
-    )
+    prefetch, (places, fitting) = run.config.get("prefetch"), window_room(run)
+    mebibytes, limit = run.steps["q_hs_bytes"] / 2**20, run.config.get("q_hs_mb")
+    # Full is where no usual batch has room. When the log is written, the place of the batch just taken is being computed for.
+    if places <= fitting:
+        q_hs = ("q_hs (batches)", run.steps["q_hs"], places, places - 1)
+        binds = f"q_hs: its {places} places bind" + (f", it never held more than {mebibytes.max():,.0f} of {limit:,} MiB" if limit else "")
+    else:
+        q_hs = ("q_hs (MiB)", mebibytes, limit, limit - limit / fitting)
+        binds = f"q_hs: its {limit:,} MiB bind, about {fitting:.1f} batches, before its {places} places do"
+    rows = (("q_prefetch (batches)", run.steps["q_prefetch"], prefetch, 0.9 * (prefetch or np.inf)), q_hs)
     empty_share = []
-    for axis, (label, depth, capacity) in zip(axes[:, 0], rows, strict=True):
-        empty, full = depth == 0, depth >= 0.9 * (capacity or np.inf)
+    for axis, (label, depth, capacity, enough) in zip(axes[:, 0], rows, strict=True):
+        empty = depth == 0
+        full = ~empty & (depth >= enough)
         axis.fill_between(minutes[thin], depth[thin], color=ACCENT, alpha=0.35, step="post", linewidth=0)
         axis.plot(minutes[thin], smoothed(depth.astype(float))[thin], color=ACCENT, linewidth=1.4, marker="o" if len(run) == 1 else None)
         for where, color in ((empty, WARN), (full, FAINT)):
@@ -215,7 +226,7 @@ def queues(run: Run) -> Plot:
         finding = f"The target limits: the drafter waited {percent(waiting)} of the time"
     else:
         finding = f"The drafter limits: it waited only {percent(waiting)} of the time"
-    return finish(figure, finding, f"orange: empty; grey: over 90 % full; dashed: capacity. {_note(run)}")
+    return finish(figure, finding, f"orange: empty; grey: full; dashed: capacity. {binds}. {_note(run)}")
 
 
 def _nothing(run: Run, figure, axis: Axes) -> Plot:
