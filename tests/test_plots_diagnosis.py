@@ -130,6 +130,32 @@ def test_comparison_names_both_and_draws_on_one_axis(tmp_path):
     assert "their mix cannot be taken off" in compare([ordered, ordered]).finding
 
 
+LONG_NAMES = (
+    "2026-11-29-sample-bucketed-auto-muon-lr-0.005-seed-0-baseline",
+    "2026-11-29-sample-bucketed-auto-muon-lr-0.010-seed-1-run-two",
+)
+
+
+@pytest.mark.parametrize(
+    "names", [("base", "other"), (*LONG_NAMES, "short"), ("x" * 150, "y" * 60)], ids=["short", "sixty characters", "longer than a line"]
+)
+def test_names_of_runs_lie_beside_the_curves_whatever_their_length(tmp_path, names):
+    logs = [diagnose(write_run(tmp_path / name, Recipe(steps=60, seed=i, last_loss=3 + i))).log for i, name in enumerate(names)]
+    figure = check(plots.comparison(compare(logs))).figure
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    assert legend.get_title().get_text() == "adjusted to the common mix of lengths"
+    assert ["".join(text.get_text().split()) for text in legend.get_texts()] == list(names)
+    for handle, curve in zip(legend.get_lines(), figure.axes[0].lines, strict=True):
+        assert (handle.get_color(), handle.get_linestyle()) == (curve.get_color(), curve.get_linestyle())
+    place, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= place.x0 and place.x1 <= whole.x1 and whole.y0 <= place.y0
+    [title] = figure.texts
+    for other in (*figure.axes, title):
+        assert not place.overlaps(other.get_tightbbox()), other
+    assert all(axis.get_window_extent().height > 150 for axis in figure.axes)
+
+
 def test_the_notebook_on_a_poisoned_and_a_diverged_run(tmp_path, capsys):
     poisoned = Planted(Recipe(seed=80, steps=450), poison(17, 1.5, 60))(tmp_path / "poisoned")
     diverged = Planted(Recipe(seed=60), rising(150, 2.0, 60))(tmp_path / "diverged")

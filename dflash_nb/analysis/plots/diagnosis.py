@@ -4,6 +4,8 @@ A group of lengths keeps its colour and marker on every picture. A log without l
 cannot be shown is said in words. At most 4,000 points are drawn, always with every spike.
 """
 
+import textwrap
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -19,6 +21,7 @@ from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, buc
 
 MOST_POINTS = 4000
 BAND = 4  # robust standard deviations on each side of the baseline
+LEGEND_LINE = 100  # characters
 ZOOM = 50  # steps on each side of the worst spike
 
 
@@ -261,31 +264,29 @@ def learning(diagnosis: Diagnosis) -> Plot:
 
 
 def comparison(compared: Comparison) -> Plot:
-    """Adjusted curves of several runs on one axis: at equal steps, and at equal supervised tokens."""
-    figure, axes = new_figure(1, 2, height=4.0, sharey=True)
+    """Adjusted curves of several runs on one axis: at equal steps, and at equal supervised tokens. Names of any length stand below."""
+    names = ["\n".join(textwrap.wrap(line.name, LEGEND_LINE)) for line in compared.lines]
+    columns = 2 if max(map(len, names), default=0) <= LEGEND_LINE // 2 else 1
+    note = textwrap.wrap(compared.note, LEGEND_LINE)
+    lines_of_text = len(note) + sum(name.count("\n") + 1 for name in names) / columns
+    figure, axes = new_figure(1, 2, height=3.7 + 0.16 * lines_of_text, sharey=True)
     for axis, x_of, label in zip(axes[0], ("step", "tokens"), ("optimiser step", compared.tokens_word), strict=True):
         for i, line in enumerate(compared.lines):
             x = getattr(line, x_of)
             thin = _thin(len(x))
             color = OKABE_ITO[(i + 5) % len(OKABE_ITO)] if i else ACCENT
             axis.plot(x[thin], line.adjusted[thin], color=color, linewidth=1.6, linestyle=("-", "--", "-.", ":")[i % 4])
-            if len(thin):
-                axis.annotate(
-                    f"{line.name}",
-                    (x[thin][-1], line.adjusted[thin][-1]),
-                    xytext=(3, -4 - 9 * (i % 3)),
-                    textcoords="offset points",
-                    fontsize=7,
-                    ha="right",
-                    va="top",
-                    color=color,
-                )
-        axis.margins(y=0.15)
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.set_xlabel(label)
     axes[0, 0].set_ylabel("adjusted loss (nats)")
-    return finish(figure, compared.finding, compared.note)
+    if not names:
+        return finish(figure, compared.finding, compared.note)
+    below = {"loc": "outside lower left", "alignment": "left", "frameon": False, "handlelength": 3.5, "fontsize": 7, "title_fontsize": 7}
+    # The small print is the legend's title: the layout gives the two one strip, where long names would run into it.
+    legend = figure.legend(axes[0, 0].lines, names, title="\n".join(note), ncols=columns, **below)
+    legend.get_title().set_color("#666666")
+    return finish(figure, compared.finding)
 
 
 def _batches(axis: Axes, diagnosis: Diagnosis, spikes: Spikes, inside: np.ndarray | None = None) -> None:
