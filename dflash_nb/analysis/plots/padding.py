@@ -103,7 +103,7 @@ def speeds(rows: Sequence[dict], cost: CostModel, runs: Sequence[dict] = (), nam
         predicted = {line["strategy"]: line["tokens_per_second"] for line in table}
         off = [predicted[run["strategy"]] / run["tokens_per_second"] - 1 for run in shown]
         finding += f"; the prediction for {len(shown)} measured run{'s' * (len(shown) > 1)} is off by {percent(max(map(abs, off)))} at most"
-    pale = "pale: assumed, not measured; " if cost.source == "assumed" else ""
+    pale = "pale: assumed; " if cost.source == "assumed" else ""
     note = (
         f"{name + ': ' if name else ''}{pale}whiskers: spread over {table[0]['n']} plans and model error; diamonds: runs, 2 standard errors"
     )
