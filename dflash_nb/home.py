@@ -4,16 +4,19 @@ Built-in defaults are taken from the project root and a user's paths from the fo
 gives the same result from the repository root, from ``notebooks/`` and from anywhere else.
 """
 
+import difflib
+import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_nb.errors import DiskError, full_disk
 
 PACKAGE = Path(__file__).resolve().parent
+MOST_ENTRIES = 10_000  # of a folder that are compared with a missing name: 0.1 s
 
 
 def project_root() -> Path:
@@ -46,6 +49,44 @@ def asset(name: str) -> Path:
 def user_path(text: str | os.PathLike[str]) -> Path:
     """A path that a user typed: ``~`` is expanded, a relative path counts from the current folder."""
     return Path(text).expanduser().absolute()
+
+
+def did_you_mean(missing: str | os.PathLike[str], names: Iterable[str] = (), beside: Path | None = None) -> str:
+    """The question, with a space before it, whether what has nearly the name of a ``missing`` path was meant; empty where nothing has.
+
+    Compared are ``names`` (such as ``sample``), then what lies where the path stops to exist, part by part, so that ``dta/chat`` finds
+    ``data/chats``; then what lies in the folder ``beside``. Suffixes count only between names that are alike without them.
+    """
+    path = user_path(missing)
+    known = _nearest(str(missing), names) if Path(missing).name == str(missing) else None
+    found = known or _nearest_path(path) or (_nearest_path(beside / path.name) if beside is not None else None)
+    return f" Did you mean {found}?" if found and found != path else ""
+
+
+def _nearest_path(path: Path) -> Path | None:
+    """``path`` itself if it is there, else with each part that is not replaced by the nearest that is."""
+    place = Path(path.anchor)
+    try:
+        for part in path.parts[1:]:
+            if not (place / part).exists():
+                hidden = part.startswith(".")
+                entries = (entry.name for entry in place.iterdir() if hidden or not entry.name.startswith("."))
+                near = _nearest(part, itertools.islice(entries, MOST_ENTRIES))
+                if near is None:
+                    return None
+                part = near
+            place /= part
+    except OSError:  # a folder that may not be looked into, or a file in the middle of the path: there is nothing to suggest
+        return None
+    return place
+
+
+def _nearest(name: str, entries: Iterable[str]) -> str | None:
+    by_stem: dict[str, list[str]] = {}
+    for entry in entries:
+        by_stem.setdefault(Path(entry).stem.lower(), []).append(entry)
+    stems = difflib.get_close_matches(Path(name).stem.lower(), by_stem, n=1)
+    return max(by_stem[stems[0]], key=lambda entry: difflib.SequenceMatcher(None, name, entry).ratio()) if stems else None
 
 
 @contextmanager

@@ -5,14 +5,15 @@ The disk is full for real: a process that may write files of some kilobytes only
 Run alone: python -m pytest tests/test_home.py
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dflash_nb.errors import DiskError, full_disk
-from dflash_nb.home import room_for, write_aside
+from dflash_nb.errors import DiskError, PlainError, full_disk
+from dflash_nb.home import did_you_mean, room_for, write_aside
 
 TESTS = Path(__file__).parent
 LIMITED = """
@@ -155,3 +156,99 @@ def test_a_file_and_a_folder_are_replaced_whole(tmp_path):
             aside.mkdir()
             (aside / text).write_text(text)
     assert (tmp_path / "file").read_text() == "new" and [each.name for each in (tmp_path / "folder").iterdir()] == ["new"]
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Things with names to mistype, in the current folder and among the project's runs."""
+    here = tmp_path / "here"
+    for folder in ("data/chats-own", "targets/qwen", "runs/2026-03-01-sample", ".hidden"):
+        (here / folder).mkdir(parents=True)
+    for file in ("cuts.json", "chats.jsonl", "cost.json", "strategies.json", "export.csv"):
+        (here / file).write_text("{}")
+    (tmp_path / "home" / "runs" / "best-run").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    return here
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        ("dta/chats-onw", "data/chats-own"),  # two parts
+        ("data/Chats_Own", "data/chats-own"),
+        ("DATA/chats-own", "data/chats-own"),
+        ("chats.json", "chats.jsonl"),  # another suffix
+        ("cut.json", "cuts.json"),
+        ("absent.json", ""),  # the suffix alone makes nothing alike
+        ("hidden", ""),
+        (".hiden", ".hidden"),
+        ("cuts.json/more", ""),
+        ("n" * 300, ""),
+        ("data", ""),  # it is there
+    ],
+)
+def test_the_nearest_name_is_found_part_by_part(places, typed, near):
+    assert did_you_mean(typed) == (f" Did you mean {places / near}?" if near else "")
+
+
+def test_known_names_come_first_and_another_folder_last(places):
+    beside = places / "runs"
+    assert did_you_mean("smaple", ("sample",)) == " Did you mean sample?"
+    assert did_you_mean("data/smaple", ("sample",)) == ""
+    assert did_you_mean("2026-03-01-sample", beside=beside) == did_you_mean("2026-3-01-sampel", beside=beside)
+    assert did_you_mean("2026-03-01-sample", beside=beside) == f" Did you mean {beside / '2026-03-01-sample'}?"
+
+
+def by_parameter():
+    """Every way in which a path comes in: what is called, what was typed, and what lies there with nearly that name."""
+    from dflash_nb.analysis.diagnose import diagnose
+    from dflash_nb.analysis.experiment import read_experiment
+    from dflash_nb.data.lengths import read_lengths
+    from dflash_nb.data.prepare import prepare_chats
+    from dflash_nb.data.source import find_source
+    from dflash_nb.data.tokenization import load_tokenizer
+    from dflash_nb.model.export import load_drafter
+    from dflash_nb.model.readers import check_readers
+    from dflash_nb.model.target_info import read_target_info
+    from dflash_nb.pipeline.config import BucketsConfig, PaddingConfig, TrainConfig
+    from dflash_nb.pipeline.measured import find_cost, run_speeds
+    from dflash_nb.pipeline.run import read_run
+    from dflash_nb.pipeline.tau import tau_of_run
+    from dflash_nb.planner.buckets import read_spec
+    from dflash_nb.planner.cost import CostModel
+
+    run = "runs/2026-03-01-sampel"
+    return {
+        "dataset": (lambda: TrainConfig(dataset="./data/chat-own").describe(), "data/chats-own"),
+        "dataset, two words": (lambda: find_source("data/chat-own"), "data/chats-own"),
+        "dataset, lengths": (lambda: read_lengths("./data/chat-own"), "data/chats-own"),
+        "dataset, a name": (lambda: BucketsConfig(dataset="refrence").describe(), "reference"),
+        "target": (lambda: TrainConfig(target="./targets/qwem").describe(), "targets/qwen"),
+        "target, two words": (lambda: read_target_info("targets/qwem"), "targets/qwen"),
+        "target, a name": (lambda: read_target_info("smolm2"), "smollm2"),
+        "buckets": (lambda: TrainConfig(buckets="./cut.json"), "cuts.json"),
+        "buckets, read": (lambda: read_spec("cut.json"), "cuts.json"),
+        "resume": (lambda: TrainConfig(resume=run).resumed(), "runs/2026-03-01-sample"),
+        "resume, a name": (lambda: TrainConfig(resume="best-run").resumed(), "home/runs/best-run"),
+        "watch": (lambda: read_run(TrainConfig(watch="bets-run").watch), "home/runs/best-run"),
+        "run_dir": (lambda: diagnose(run), "runs/2026-03-01-sample"),
+        "run_dir, a file": (lambda: diagnose("exprt.csv"), "export.csv"),
+        "runs": (lambda: run_speeds([run], CostModel()), "runs/2026-03-01-sample"),
+        "cost": (lambda: find_cost(PaddingConfig(cost="costs.json").cost), "cost.json"),
+        "cost, read": (lambda: CostModel.load(Path("costs.json")), "cost.json"),
+        "experiment": (lambda: read_experiment("strategie.json"), "strategies.json"),
+        "experiment, a name": (lambda: read_experiment("smolm2"), "smollm2"),
+        "records": (lambda: prepare_chats("chat.jsonl", "out", tokenizer="sample"), "chats.jsonl"),
+        "tokenizer": (lambda: load_tokenizer("targets/qwem"), "targets/qwen"),
+        "drafter": (lambda: load_drafter("runs/2026-03-01-sampel"), "runs/2026-03-01-sample"),
+        "readers": (lambda: check_readers("runs/2026-03-01-sampel"), "runs/2026-03-01-sample"),
+        "tau": (lambda: tau_of_run(Path(run), 1, 2), "runs/2026-03-01-sample"),
+    }
+
+
+@pytest.mark.parametrize("parameter", list(by_parameter()))
+def test_a_path_that_is_not_there_is_answered_with_the_nearest_that_is(places, parameter):
+    call, near = by_parameter()[parameter]
+    with pytest.raises((PlainError, FileNotFoundError), match=rf" Did you mean (/\S+/)?{re.escape(near)}\?"):
+        call()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_nb.errors import PlainError
-from dflash_nb.home import asset
+from dflash_nb.home import asset, did_you_mean
 
 SHIPPED = ("sample", "smollm2")
 COLUMNS = ("strategy", "padding", "predicted_ratio", "measured_ratio", "ratio_error", "predicted_over_measured")
@@ -36,7 +36,8 @@ def read_experiment(source: str | Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExperimentError(
-            f"experiment: {path} is not there; choose {', '.join(SHIPPED)} or make one with benchmarks/strategies.py"
+            f"experiment: {path} is not there; choose {', '.join(SHIPPED)} or make one with benchmarks/strategies.py."
+            f"{did_you_mean(source, SHIPPED)}"
         ) from None
     except OSError as error:
         raise ExperimentError(f"experiment: {path} cannot be read: {error.strerror}; give the path of a strategies.json") from error

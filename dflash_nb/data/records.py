@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_nb.data.source import DatasetError
-from dflash_nb.home import user_path
+from dflash_nb.errors import NotFoundError
+from dflash_nb.home import did_you_mean, user_path
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def record_files(source: str | os.PathLike[str]) -> list[Path]:
         raise DatasetError("source: no name was given. Name a .jsonl file or a folder of them; the current folder is '.'.")
     path = user_path(source)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist. Name a .jsonl file or a folder of them.")
+        raise NotFoundError(f"{path} does not exist. Name a .jsonl file or a folder of them.{did_you_mean(path)}")
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_nb.errors import NotFoundError, PlainError
-from dflash_nb.home import cache_dir, user_path
+from dflash_nb.home import cache_dir, did_you_mean, user_path
 
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
 HELDOUT_SPLITS = ("heldout", "validation", "valid", "test")
@@ -61,6 +61,7 @@ def dataset_path(name: str | os.PathLike[str]) -> Path:
     prepared = sorted(str(p.parent) for p in cache_dir().glob("*/dataset.json"))
     raise NotFoundError(
         f"dataset {str(name)!r}: {path} does not exist. Known here: {', '.join(['sample', *prepared])}. Name one of these, or a path."
+        f"{did_you_mean(name, ('sample', 'reference'))}"
     )
 
 
@@ -249,14 +250,15 @@ def _hub_source(name: str, split: str) -> Source:
         import datasets
     except ImportError:
         raise NotFoundError(
-            f"{user_path(name)} does not exist; if {name!r} is a Hugging Face hub dataset, loading it needs: pip install datasets"
+            f"{user_path(name)} does not exist; if {name!r} is a Hugging Face hub dataset, loading it needs: pip install datasets."
+            f"{did_you_mean(name)}"
         ) from None
     try:
         loaded = datasets.load_dataset(name)
     except Exception as error:
         raise NotFoundError(
             f"{name!r} is no file or folder here, and as a Hugging Face hub dataset it cannot be loaded: {str(error).splitlines()[0]}. "
-            "Name a folder, or download it first."
+            f"Name a folder, or download it first.{did_you_mean(name)}"
         ) from error
     heldout = [s for s in HELDOUT_SPLITS if s in loaded]
     wanted = heldout[:1] if split == "heldout" else [s for s in loaded if s == "train"]

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_nb.data.chats import Text
 from dflash_nb.data.source import DatasetError
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
-from dflash_nb.home import asset, cache_dir, user_path
+from dflash_nb.home import asset, cache_dir, did_you_mean, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +40,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
             ) from error
         raise FileNotFoundError(
             f"tokenizer {name!r}: neither {folder} nor the local Hugging Face cache holds one. "
-            f"Name a folder with tokenizer.json, or download it first: hf download {name}"
+            f"Name a folder with tokenizer.json, or download it first: hf download {name}.{did_you_mean(name, ('sample', 'smollm2'))}"
         ) from error
     if not tokenizer.is_fast:
         raise DatasetError(f"tokenizer {name!r} has no tokenizer.json; a fast tokenizer is needed to find the supervised tokens.")

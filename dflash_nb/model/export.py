@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash_nb.home import write_aside
+from dflash_nb.errors import PlainError
+from dflash_nb.home import did_you_mean, write_aside
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.target_info import TargetInfo, default_layer_ids
 
@@ -22,7 +23,7 @@ ARCHITECTURE = "DFlashDraftModel"
 UNSUPPORTED = ("attention_bias", "attention_sink_bias", "use_swa", "sample_from_anchor", "selector_rank", "projector_type")
 
 
-class ExportError(ValueError):
+class ExportError(PlainError, ValueError):
     """A folder that is no usable drafter checkpoint; the message names the file and what is wrong with it."""
 
 
@@ -183,7 +184,8 @@ def read_checkpoint_config(folder: Path) -> dict:
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ExportError(f"{file} cannot be read: {error}") from error
+        near = "" if folder.is_dir() else did_you_mean(folder)
+        raise ExportError(f"{file} cannot be read: {error}.{near or ' Name the folder of an exported drafter.'}") from error
     if not isinstance(written, dict):
         raise ExportError(f"{file} holds a {type(written).__name__}, not an object. Copy it again from where it was published.")
     return written

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.errors import PlainError
-from dflash_nb.home import asset, cache_dir, user_path
+from dflash_nb.home import asset, cache_dir, did_you_mean, user_path
 
 GROWING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -92,9 +92,12 @@ def resolve_target(name: str | Path) -> Path:
         except (LocalEntryNotFoundError, HfHubHTTPError, ValueError):
             raise TargetError(
                 f"target {str(name)!r} is neither a folder here ({folder}) nor in the local Hugging Face cache. "
-                f"Download it first (`hf download {name}`), or use 'sample' or 'smollm2'."
+                f"Download it first (`hf download {name}`), or use 'sample' or 'smollm2'.{did_you_mean(name)}"
             ) from None
-    raise TargetError(f"target {str(name)!r}: there is no folder {folder}. Known names are 'sample' and 'smollm2'; use one, or a folder.")
+    raise TargetError(
+        f"target {str(name)!r}: there is no folder {folder}. Known names are 'sample' and 'smollm2'; use one, or a folder."
+        f"{did_you_mean(name, ('sample', 'smollm2'))}"
+    )
 
 
 def read_target_info(name: str | Path, mask_token_id: int | None = None) -> TargetInfo:

@@ -280,7 +280,8 @@ def saved_config(folder: Path) -> TrainConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json") from None
+        near = "" if folder.is_dir() else home.did_you_mean(folder, beside=home.runs_dir())
+        raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json.{near}") from None
     except (OSError, ValueError) as problem:
         raise ParameterError(f"resume: {path} is not readable: {problem}. Copy the run folder again") from None
     if not isinstance(values, dict):

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from dflash_nb.errors import PlainError
+from dflash_nb.home import did_you_mean, runs_dir
 from dflash_nb.pipeline.lock import is_locked
 
 BLOCK_BYTES = 4 << 20
@@ -157,7 +158,7 @@ def read_run(folder: str | Path) -> Run:
     """Read a run folder, whatever state it is in. Raises RunError when ``folder`` is not one."""
     folder = Path(folder)
     if not folder.exists():
-        raise RunError(f"{folder} does not exist; name a run folder or a CSV export")
+        raise RunError(f"{folder} does not exist; name a run folder or a CSV export.{did_you_mean(folder, beside=runs_dir())}")
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder; name a run folder, which holds config.json and steps.jsonl")
     if not (folder / "config.json").is_file() and not (folder / "steps.jsonl").is_file():

@@ -18,7 +18,7 @@ import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.errors import NotFoundError
-from dflash_nb.home import user_path
+from dflash_nb.home import did_you_mean, user_path
 from dflash_nb.planner.bucket_plan import BucketPlan, BucketRow
 from dflash_nb.planner.cuts import RULE, Cuts, auto_cuts, best_cuts
 from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, check_reach, full_boundaries, increasing
@@ -199,7 +199,9 @@ def read_spec(spec: Any) -> Asked:
 
 def _saved(path: Path) -> tuple[int, ...]:
     if not path.exists():
-        raise NotFoundError(f"buckets: {path} does not exist. Name the buckets.json that notebook 01 wrote, or another of {ALLOWED}")
+        raise NotFoundError(
+            f"buckets: {path} does not exist. Name the buckets.json that notebook 01 wrote, or another of {ALLOWED}.{did_you_mean(path)}"
+        )
     if path.is_dir():
         raise BucketError(f"buckets: {path} is a folder. Name the buckets.json in it")
     return BucketPlan.load(path).boundaries

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dflash_nb.errors import PlainError
-from dflash_nb.home import write_aside
+from dflash_nb.home import did_you_mean, write_aside
 from dflash_nb.planner.batches import BatchPlan
 
 TERMS = {
@@ -223,7 +223,8 @@ class CostModel:
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
-            raise CostError(f"{path} cannot be read: {error.strerror}; give the path of a cost.json") from error
+            near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+            raise CostError(f"{path} cannot be read: {error.strerror}; give the path of a cost.json.{near}") from error
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CostError(f"{path}: {error}") from error
 
