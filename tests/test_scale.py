@@ -133,3 +133,8 @@ def test_by_the_reference_runs_two_rates_its_drafter_is_saturated_by_six_targets
     six, seven = (run_epoch(rates(5_300, 31_000), plan, lengths, Cluster(8), n, 1) for n in (6, 7))
     assert seven.tokens_per_second == pytest.approx(six.tokens_per_second, rel=1e-3) == pytest.approx(31_000, rel=1e-3)
     assert six.limit == seven.limit == "drafter"
+
+
+def test_one_device_is_no_cluster_for_two_sides():
+    with pytest.raises(ValueError, match="gpus is 1: a topology needs a worker and a drafter, so at least 2 devices"):
+        best_topology(rates(), plan_of, LENGTHS, Cluster(1))

@@ -7,7 +7,7 @@ from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import REFERENCE_BOUNDARIES
 from dflash_nb.planner.cost import CostModel
-from dflash_nb.planner.diversity import repeated_mates
+from dflash_nb.planner.diversity import mixing_report, repeated_mates
 from dflash_nb.planner.simulate import coverage_check, probe_order, random_batch_waste, simulate, worst_batches
 from dflash_nb.planner.timeline import plan_timeline
 
@@ -78,3 +78,15 @@ def test_the_cover_line_counts_from_the_arrays():
     broken = plan_epoch(np.full(10, 100), "random")
     broken.sample_ids[0] = broken.sample_ids[1]
     assert coverage_check(broken, np.full(10, 100)).startswith("WRONG: 8 of 10 samples once, 1 more than once, 1 lost;")
+
+
+def test_numbers_that_ask_for_nothing_are_named():
+    plan = plan_epoch(LENGTHS, "random", token_budget=20_000)
+    for call, say in (
+        (lambda: simulate(LENGTHS, "random"), r"strategies must be a list or a dict, not 'random'"),
+        (lambda: worst_batches(plan, LENGTHS, k=0), "k must be a whole number of at least 1, not 0"),
+        (lambda: random_batch_waste(LengthHistogram.from_lengths(LENGTHS), [0]), "batch_sizes must be a whole number of at least 1, not 0"),
+        (lambda: mixing_report(plan, LENGTHS, window=0), "window must be a whole number of at least 1, not 0"),
+    ):
+        with pytest.raises(ValueError, match=say):
+            call()

@@ -150,3 +150,79 @@ def test_impossible_drafters_and_networks_are_refused():
         run([1], [1], Pipeline(1, drafters=2), accumulation=3)
     with pytest.raises(ValueError, match="a host for each of 2 workers and 1 drafters"):
         run([1], [1], Pipeline(2), network=network((0,), (0,)))
+
+
+ONES = np.ones(4)
+GOOD = {"fetch_M": ONES, "target_M": ONES, "drafter_M": ONES, "pipeline": Pipeline(2), "bytes_M": ONES}
+
+
+@pytest.mark.parametrize("name", ["fetch_M", "target_M", "drafter_M", "bytes_M"])
+@pytest.mark.parametrize(
+    ("values", "say"),
+    [
+        ([], "{} must be an array of a number for each batch, one batch at least, not of shape .0,."),
+        (3.0, r"{} must be an array .* not of shape \(\)"),
+        (np.ones((4, 1)), r"{} must be an array .* not of shape \(4, 1\)"),
+        ([1.0] * 3, "(?:{0} has 3 batches and target_M has 4|target_M has 3); give each array the same batches"),
+        ([1.0] * 5, "(?:{0} has 5 batches and target_M has 4|target_M has 5); give each array the same batches"),
+        ([1, 1, -1, 1], r"{} must hold finite numbers of 0 or more; batch 2 has -1\.0"),
+        ([1, np.nan, 1, 1], "{} must hold finite numbers of 0 or more; batch 1 has nan"),
+        ([1, 1, 1, np.inf], "{} must hold finite numbers of 0 or more; batch 3 has inf"),
+    ],
+)
+def test_columns_that_are_no_batches_are_named(name, values, say):
+    if name == "target_M" and np.size(values) in (3, 5):
+        say = "(fetch|drafter|bytes)_M has 4 batches and target_M has [35]"
+    with pytest.raises(ValueError, match=say.format(name)):
+        timeline(**GOOD | {name: values})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "say"),
+    [
+        ("accumulation", 0, "accumulation must be a whole number of at least 1, not 0"),
+        ("accumulation", 1.5, "accumulation must be a whole number"),
+        ("accumulation", True, "accumulation must be a whole number"),
+        ("step", -1.0, r"step must be a finite number of 0 or more, not -1\.0"),
+        ("step", np.nan, "step must be a finite number"),
+        ("step", np.inf, "step must be a finite number"),
+        ("step", "1", "step must be a finite number"),
+    ],
+)
+def test_numbers_that_no_step_has_are_named(name, value, say):
+    with pytest.raises(ValueError, match=say):
+        timeline(**GOOD | {name: value})
+
+
+@pytest.mark.parametrize("name", ["workers", "prefetch", "drafters", "waiting", "most_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1", None, True, np.nan])
+def test_numbers_that_no_pipeline_has_are_named(name, value):
+    if (name, value) in (("waiting", 0), ("most_bytes", 0), ("most_bytes", 1.5)):
+        Pipeline(**{name: value})
+        return
+    with pytest.raises(ValueError, match=f"^{name} must be a (whole )?number of"):
+        Pipeline(**{name: value})
+    assert Pipeline(np.int64(3), waiting=-2).waiting == -2  # one place for three workers
+
+
+@pytest.mark.parametrize("name", ["between", "into", "within", "summed"])
+@pytest.mark.parametrize("value", [-1.0, np.nan, "1"])
+def test_rates_that_no_network_has_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name}.* must be a number of 0 or more"):
+        network((0,), (0,), **{name: value})
+    if name != "summed":
+        with pytest.raises(ValueError, match=f"{name} must be above 0 bytes a second"):
+            network((0,), (0,), **{name: 0.0})
+    with pytest.raises(ValueError, match="worker_hosts must name a host"):
+        network((), (0,))
+
+
+def test_a_plan_is_refused_with_the_lengths_of_other_data():
+    lengths = np.arange(1, 100)
+    plan, cost = plan_epoch(lengths, "random", token_budget=500), CostModel()
+    with pytest.raises(ValueError, match=r"lengths has the shape \(50,\), but the plan runs sample 98"):
+        plan_timeline(cost, plan, lengths[:50])
+    with pytest.raises(ValueError, match=r"slots has the shape \(1,\), but the plan runs sample 98"):
+        plan_timeline(cost, plan, lengths, slots=np.ones(1))
+    with pytest.raises(ValueError, match="bytes_per_token must be a finite number of 0 or more, not nan"):
+        plan_timeline(cost, plan, lengths, bytes_per_token=np.nan)

@@ -194,9 +194,8 @@ def advise_stages(
 def replay(stages: Stages, workers: int, waiting: int, prefetch: int) -> float:
     """Real tokens a second of these batches with ``workers`` target workers, counted from where the pipeline has filled."""
     m = len(stages.tokens_M)
-    found = timeline(
-        stages.fetch_M, stages.target_M + stages.transfer_M, stages.drafter_M + stages.optimizer_M, Pipeline(workers, prefetch, waiting)
-    )
+    pipeline = Pipeline(workers, prefetch, max(waiting, 1 - workers))
+    found = timeline(stages.fetch_M, stages.target_M + stages.transfer_M, stages.drafter_M + stages.optimizer_M, pipeline)
     first = min(2 * workers, m // 3)
     return float(stages.tokens_M[first:].sum()) / max(found.seconds - (found.done_M[first - 1] if first else 0.0), 1e-9)
 

@@ -166,7 +166,7 @@ class CostModel:
             return model.fetch_seconds(plan.rows, plan.real_tokens)
         if stage == "drafter":
             own = _sample_lengths(plan, lengths)
-            slots = model.slots(own) if slots is None else np.asarray(slots, dtype=np.float64)[plan.sample_ids]
+            slots = model.slots(own) if slots is None else _of_samples(plan, "slots", slots).astype(np.float64)
             sums = (np.add.reduceat(values, starts) for values in (slots, slots * own))
             return model.drafter_seconds(plan.rows, plan.real_tokens, *sums) + model.step / model.accumulation
         raise CostError(f"stage must be one of {', '.join(self.stages)}, not {stage!r}")
@@ -242,7 +242,15 @@ def distinct_shapes(plan: BatchPlan) -> int:
 
 def _sample_lengths(plan: BatchPlan, lengths: np.ndarray) -> np.ndarray:
     """Tokens that run of each sample of the plan, in its order."""
-    return np.minimum(np.asarray(lengths)[plan.sample_ids], plan.options.longest).astype(np.float64)
+    return np.minimum(_of_samples(plan, "lengths", lengths), plan.options.longest).astype(np.float64)
+
+
+def _of_samples(plan: BatchPlan, name: str, values: np.ndarray) -> np.ndarray:
+    """The values of the plan's samples in its order, out of one for each sample of the data."""
+    values, last = np.asarray(values), int(plan.sample_ids.max(initial=0))
+    if values.ndim != 1 or len(values) <= last:
+        raise CostError(f"{name} has the shape {values.shape}, but the plan runs sample {last}; give the data that it was planned for")
+    return values[plan.sample_ids]
 
 
 def _numbers(values: Iterable[Any]) -> bool:

@@ -5,10 +5,15 @@ Every function takes planned batches (a ``BatchPlan``) or achieved ones (``Achie
 together take 0.3 s on an epoch of 902,087 samples.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+
+from dflash_nb.planner.limits import whole
+from dflash_nb.progress import announced, one_work
 
 SHUFFLES = 20
 LENGTH_CLASSES = 8
@@ -76,6 +81,7 @@ def window_w1(plan: Batches, lengths: np.ndarray, window: int = 8) -> Estimate:
     steps of one rank, counted from the first batch, whole ones only. lengths: int[samples of the data]. Noise: standard error over
     windows. 0 is a step that sees the data's mix exactly.
     """
+    whole("window", window)
     rows = np.diff(plan.offsets)
     steps = max(1, len(rows) // window)
     used = plan.offsets[min(len(rows), steps * window)]
@@ -122,16 +128,18 @@ def within_batch_spread(plan: Batches, lengths: np.ndarray) -> Estimate:
 
 def mixing_report(plan: Batches, lengths: np.ndarray, next_plan: Batches | None = None, window: int = 8) -> dict[str, Estimate]:
     """Every number of this module by name; those about meeting again only with the plan of another epoch."""
-    again = {}
+    numbers: dict[str, Callable[[], Estimate]] = {}
     if next_plan is not None:
-        again = {"repeated_mates": repeated_mates(plan, next_plan), "possible_mates": possible_mates(plan, next_plan)}
-    return again | {
-        "w1": window_w1(plan, lengths, window),
-        "lag1": lag1(plan),
-        "longest_run": longest_run(plan),
-        "chance_run": chance_run(plan),
-        "spread": within_batch_spread(plan, lengths),
+        numbers = {"repeated_mates": partial(repeated_mates, plan, next_plan), "possible_mates": partial(possible_mates, plan, next_plan)}
+    numbers |= {
+        "w1": partial(window_w1, plan, lengths, window),
+        "lag1": partial(lag1, plan),
+        "longest_run": partial(longest_run, plan),
+        "chance_run": partial(chance_run, plan),
+        "spread": partial(within_batch_spread, plan, lengths),
     }
+    with one_work():
+        return {name: measure() for name, measure in announced(numbers.items(), "measuring how batches mix, numbers")}
 
 
 def _batch_numbers(plan_a: Batches, plan_b: Batches) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +196,8 @@ def _longest(classes: np.ndarray) -> int:
 
 def _shuffled_runs(classes: np.ndarray) -> np.ndarray:
     rng = np.random.default_rng(0)
-    return np.array([_longest(rng.permutation(classes)) for _ in range(SHUFFLES)], dtype=np.float64)
+    orders = announced(range(SHUFFLES), "measuring how batches mix, random orders")
+    return np.array([_longest(rng.permutation(classes)) for _ in orders], dtype=np.float64)
 
 
 def _w1_by_group(group_N: np.ndarray, lengths_N: np.ndarray, data: np.ndarray) -> np.ndarray:

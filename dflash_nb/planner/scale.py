@@ -165,6 +165,8 @@ def best_topology(cost: CostModel, plan_of: Callable[[int], BatchPlan], lengths:
 
     plan_of: the plan for a number of batches a step.
     """
+    if cluster.gpus < 2:
+        raise ValueError(f"gpus is {cluster.gpus}: a topology needs a worker and a drafter, so at least 2 devices")
     work = Work.of(cost, plan_of(STEP_BATCHES), lengths)
     promised = min(range(1, cluster.gpus), key=lambda m: max(limits(work, cluster, cluster.gpus - m, m).values()))
     near = {promised - 1, promised + 1, *(round(promised * factor) for factor in AROUND)} & set(range(1, cluster.gpus))

@@ -13,6 +13,7 @@ from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.planner.batches import BatchPlan, plan_epoch
 from dflash_nb.planner.cost import CostModel, distinct_shapes
 from dflash_nb.planner.diversity import mixing_report
+from dflash_nb.planner.limits import whole
 from dflash_nb.planner.options import STRATEGIES
 from dflash_nb.planner.timeline import Pipeline, plan_timeline
 from dflash_nb.progress import announced
@@ -41,6 +42,8 @@ def simulate(
     """
     if len(epochs) < 2:
         raise ValueError(f"simulate compares each epoch with the next: give at least two epochs, not {list(epochs)}")
+    if isinstance(strategies, str):
+        raise ValueError(f"strategies must be a list or a dict, not {strategies!r}; give [{strategies!r}]")
     cost = cost or CostModel()
     named = strategies if isinstance(strategies, dict) else {name: {"strategy": name} for name in strategies}
     table = []
@@ -88,6 +91,7 @@ def worst_batches(plan: BatchPlan, lengths: np.ndarray, k: int = 3, cost: CostMo
     Memory is modelled (``CostModel.memory_bytes``, assumed unless measured); slots count the plan's ``slots_per_row`` for each row,
     or the cost model's where the plan has none.
     """
+    whole("k", k)
     cost = (cost or CostModel()).for_plan(plan)
     return [
         {"by": by} | _shape(plan, int(index), lengths, cost)
@@ -133,6 +137,7 @@ def random_batch_waste(histogram: LengthHistogram, batch_sizes: Iterable[int] = 
     share = np.cumsum(histogram.counts) / histogram.n_samples
     table = []
     for size in batch_sizes:
+        whole("batch_sizes", size)
         longest = float(np.diff(share**size, prepend=0.0) @ histogram.lengths)
         table.append({"batch_size": int(size), "waste": 1 - histogram.mean / longest})
     return table

@@ -24,8 +24,10 @@ from dflash_nb.planner.cost import CostModel
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How far the stages may run apart: collated batches that may wait, places for finished batches beside one a worker, and the bytes of
-    features that workers and window may hold (one batch is always allowed)."""
+    """How far the stages may run apart: collated batches that may wait, places for finished batches beside one a worker (below 0 where
+    there are fewer places than workers), and the bytes of features that workers and window may hold (one batch is always allowed).
+
+    Raises ValueError for a number that no pipeline has."""
 
     workers: int = 1
     prefetch: int = 8
@@ -33,11 +35,19 @@ class Pipeline:
     most_bytes: float = float("inf")
     drafters: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("workers", "prefetch", "drafters"):
+            _check_whole(name, getattr(self, name), 1)
+        _check_whole("waiting", self.waiting, 1 - self.workers)
+        _check_amount("most_bytes", self.most_bytes)
+
 
 @dataclass(frozen=True)
 class Network:
     """The host of each worker and of each drafter, and bytes a second: ``between`` of a host's link to the others, each way; ``into`` what
-    one drafter can take in, wherever it comes from; ``within`` of a ring of devices in a host. summed_bytes: of one drafter's gradients."""
+    one drafter can take in, wherever it comes from; ``within`` of a ring of devices in a host. summed_bytes: of one drafter's gradients.
+
+    Raises ValueError without hosts, or for a rate of 0."""
 
     worker_hosts: tuple[int, ...]
     drafter_hosts: tuple[int, ...]
@@ -45,6 +55,15 @@ class Network:
     into: float
     within: float
     summed_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("worker_hosts", "drafter_hosts"):
+            if not len(getattr(self, name)):
+                raise ValueError(f"{name} must name a host at least, not {getattr(self, name)!r}")
+        for name in ("between", "into", "within", "summed_bytes"):
+            _check_amount(name, getattr(self, name))
+            if name != "summed_bytes" and not getattr(self, name):
+                raise ValueError(f"{name} must be above 0 bytes a second, not {getattr(self, name)!r}")
 
     @property
     def sums_between(self) -> bool:
@@ -138,14 +157,21 @@ def timeline(
 
     target_M: what one worker needs, moving the features included unless there is a network. bytes_M: of each batch's features, none if left
     out. step: seconds of the optimiser after every ``accumulation`` batches, a multiple of the drafters.
+
+    Raises ValueError, naming the argument, for arrays that do not hold one finite number of 0 or more for each of the same batches, and for
+    a ``step``, ``accumulation`` or ``network`` that cannot be.
     """
-    m, prefetch, places, drafters = len(target_M), pipeline.prefetch, pipeline.workers + pipeline.waiting, pipeline.drafters
+    m = np.size(target_M)
+    columns = {"target_M": target_M, "fetch_M": fetch_M, "drafter_M": drafter_M}
+    target, fetch, drafter = (_column(name, values, m) for name, values in columns.items())
+    size = [0.0] * m if bytes_M is None else _column("bytes_M", bytes_M, m)
+    _check_amount("step", step, below=np.inf)
+    _check_whole("accumulation", accumulation, 1)
+    prefetch, places, drafters = pipeline.prefetch, pipeline.workers + pipeline.waiting, pipeline.drafters
     if accumulation % drafters:
         raise ValueError(f"accumulation {accumulation} is no multiple of {drafters} drafters; each needs as many batches of a step")
     if network and (len(network.worker_hosts), len(network.drafter_hosts)) != (pipeline.workers, drafters):
         raise ValueError(f"the network needs a host for each of {pipeline.workers} workers and {drafters} drafters")
-    fetch, target, drafter = (np.asarray(values, dtype=np.float64).tolist() for values in (fetch_M, target_M, drafter_M))
-    size = [0.0] * m if bytes_M is None else np.asarray(bytes_M, dtype=np.float64).tolist()
     handed, computed, taken, done = ([0.0] * m for _ in range(4))
     workers, idle = [0.0] * pipeline.workers, [0.0] * drafters
     links = _Links(network) if network else None
@@ -205,6 +231,30 @@ def timeline(
     return Timeline(np.array(handed), np.array(taken), np.array(done), busy)
 
 
+def _column(name: str, values: np.ndarray, m: int) -> list[float]:
+    """The numbers of ``m`` batches; a list is faster than an array, number by number."""
+    column = np.asarray(values, dtype=np.float64)
+    if column.ndim != 1 or not column.size:
+        raise ValueError(f"{name} must be an array of a number for each batch, one batch at least, not of shape {column.shape}")
+    if len(column) != m:
+        raise ValueError(f"{name} has {len(column):,} batches and target_M has {m:,}; give each array the same batches")
+    if not (column.min() >= 0 and column.max() < np.inf):
+        bad = int((~((column >= 0) & (column < np.inf))).argmax())
+        raise ValueError(f"{name} must hold finite numbers of 0 or more; batch {bad} has {column[bad]}")
+    return column.tolist()
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_amount(name: str, value: float, below: float | None = None) -> None:
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not (number and value >= 0 and (below is None or value < below)):
+        raise ValueError(f"{name} must be a {'number' if below is None else 'finite number'} of 0 or more, not {value!r}")
+
+
 def plan_timeline(
     cost: CostModel,
     plan: BatchPlan,
@@ -219,7 +269,8 @@ def plan_timeline(
     lengths, slots: as in ``CostModel.plan_batch_seconds``. bytes_per_token: of features for a real token. With a network these bytes take
     their time there, and the model's ``transfer`` is left out. A shape that comes for the first time costs ``cost.shape`` more.
     """
-    pipeline = pipeline or Pipeline(cost.target_workers)
+    _check_amount("bytes_per_token", bytes_per_token, below=np.inf)
+    pipeline = pipeline or Pipeline(int(cost.target_workers))
     model = replace(cost.for_plan(plan), transfer=(0.0, 0.0)) if network else cost.for_plan(plan)
     fetch_M, target_M, drafter_M = (model.plan_batch_seconds(plan, lengths, stage, slots) for stage in ("fetch", "target", "drafter"))
     target_M = model.target_workers * target_M
