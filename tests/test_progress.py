@@ -11,7 +11,10 @@ import pytest
 from dflash_nb import progress
 from dflash_nb.data.lengths import read_lengths
 from dflash_nb.data.prepare import prepare_chats
+from dflash_nb.model.loading import load_model
+from dflash_nb.model.target_info import read_target_info
 from dflash_nb.planner.batches import plan_epoch
+from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.simulate import simulate
 from dflash_nb.progress import announced, clock, one_work, ticking
 
@@ -79,10 +82,27 @@ def works(folder):
         "comparing strategies and seeds: ": lambda: simulate(lengths, ["random"], [0, 1], **bounds),
         "reading lengths, files: ": lambda: read_lengths(folder),
         "preparing records: ": lambda: prepare_chats(folder / "chats.jsonl", folder / "out", tokenizer="sample", heldout=9),
+        "measuring how batches mix, numbers: ": lambda: mixing_report(plan_epoch(lengths, "random", token_budget=4000), lengths),
+        "measuring how batches mix, random orders: ": lambda: mixing_report(plan_epoch(lengths, "random", token_budget=4000), lengths),
+        "loading target sample, 0.0 GiB, tensors: ": lambda: load_model(read_target_info("sample"), "float32"),
     }
 
 
-@pytest.mark.parametrize("what", ["planning, ", "comparing strategies and seeds: ", "reading lengths, files: ", "preparing records: "])
+WORKS = (
+    "planning, ", "comparing strategies and seeds: ", "reading lengths, files: ", "preparing records: ",
+    "measuring how batches mix, numbers: ", "measuring how batches mix, random orders: ", "loading target sample, 0.0 GiB, tensors: ",
+)  # fmt: skip
+
+
+def test_the_same_works_say_nothing_when_they_are_quick(tmp_path, watch, capsys):
+    made = works(tmp_path)
+    assert set(made) == set(WORKS)
+    for work in made.values():
+        work()
+    assert not [line for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+
+
+@pytest.mark.parametrize("what", WORKS)
 def test_long_work_says_how_far_it_is(tmp_path, monkeypatch, capsys, what):
     now = iter(range(0, 10**9, 7))
     work = works(tmp_path)[what]

@@ -3,13 +3,15 @@
 transformers fills tensors that a checkpoint lacks with random numbers and says so in a table on stderr; a drafter would be trained against
 them. Here that is an error, and so are shapes that do not fit the config. Tensors that the model does not use are only mentioned: vision
 towers and heads for multi-token prediction are normal. After loading, 8 tokens are run through all layers: weights that are not finite,
-or all zero, give the same best token everywhere, which decoding would count as perfect acceptance. 7 ms for the sample.
+or all zero, give the same best token everywhere, which decoding would count as perfect acceptance. 7 ms for the sample. Loading that takes
+long says how far it is, in the lines of ``progress``.
 
 Shapes: N probe tokens, D captured features, H hidden size, V vocabulary rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_nb.model.packing import PackingError
 from dflash_nb.model.target_info import TargetError, TargetInfo
+from dflash_nb.progress import announced
 
 PROBE_TOKENS = 8
+WEIGHTS_BAR = "Loading weights"  # what transformers writes on its bar over the tensors of a checkpoint
 NAMED = 3  # tensors that a sentence names before it counts the rest
 COPY_AGAIN = "Copy its files again from where the model is published"
 
@@ -31,7 +35,8 @@ def load_model(info: TargetInfo, dtype: torch.dtype | str, attention: str | None
     keeps it from loading with ``attention``. Prints a line for tensors that are not used.
     """
     where = f"target {info.name} in {info.path}"
-    with silent():
+    size = sum(file.stat().st_size for file in info.path.glob("*.safetensors"))
+    with silent(f"loading target {info.name}, {size / 2**30:.1f} GiB, tensors"):
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
                 info.path,
@@ -64,14 +69,23 @@ def load_model(info: TargetInfo, dtype: torch.dtype | str, attention: str | None
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """Loading draws a bar a file on stderr, which a saved notebook keeps for ever, and tables of what is said here in a sentence."""
+def silent(what: str = "loading weights, tensors") -> Iterator[None]:
+    """Loading draws a bar on stderr, which a saved notebook keeps for ever, and tables of what is said here in a sentence.
+
+    In the place of the bar come plain lines that begin with ``what``, where it takes long.
+    """
+
+    def in_place_of_a_bar(bar: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return announced(*args, what) if options.get("desc") == WEIGHTS_BAR else bar(*args, **options)
+
+    before = transformers_logging.set_tqdm_hook(in_place_of_a_bar)
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_tqdm_hook(before)
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
