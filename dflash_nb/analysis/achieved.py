@@ -20,7 +20,7 @@ def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
 
     Speed is promised by the run's first steps, so a run has no planned one before step 25.
     """
-    epochs = (run.plan or {}).get("epochs", [])
+    epochs = (run.plan or {}).get("epochs") or []
     planned = _sums(epochs)
     steps, batches = run.steps, run.batches
     tokens, padded = (int(steps[name].sum()) if len(run) else 0 for name in ("tokens", "padded_tokens"))
@@ -77,7 +77,7 @@ def length_ranges(run: Run, most: int = MOST_RANGES) -> tuple[list[str], np.ndar
     length for a run without buckets.
     """
     lengths, buckets = run.batches["padded_length"], run.batches["bucket"]
-    edges = np.array((run.buckets or {}).get("boundaries", ()))
+    edges = np.array((run.buckets or {}).get("boundaries") or ())
     if not len(edges) or (buckets < 0).any() or buckets.max() >= len(edges) - 1:
         edges = 2.0 ** np.arange(np.floor(np.log2(max(lengths.min(), 1))), np.ceil(np.log2(lengths.max() + 1)) + 1)
         buckets = np.searchsorted(edges, lengths, side="right") - 1
@@ -105,11 +105,14 @@ def batch_seconds(run: Run) -> dict[str, np.ndarray]:
 
 def _sums(epochs: list[dict[str, Any]]) -> dict[str, int | None]:
     names = ("steps", "batches", "tokens", "padded_tokens")
-    return {name: sum(epoch[name] for epoch in epochs) if epochs and all(name in epoch for epoch in epochs) else None for name in names}
+    known = {name: [epoch[name] for epoch in epochs if epoch.get(name) is not None] for name in names}
+    return {name: sum(values) if values and len(values) == len(epochs) else None for name, values in known.items()}
 
 
 def _planned_batches(run: Run, epochs: list[dict[str, Any]]) -> int | None:
     """Batches that the planned steps take: all of an epoch, or fewer where ``max_steps`` ends it."""
+    if any(epoch.get(name) is None for epoch in epochs for name in ("batches", "steps")):
+        return None
     window = run.config.get("accumulation", 1)
     return sum(min(epoch["batches"], epoch["steps"] * window) for epoch in epochs) or None
 
@@ -123,7 +126,7 @@ def _fill(planned: dict[str, int | None], budget: int) -> float | None:
 
 
 def _mixing(epochs: list[dict[str, Any]], name: str) -> float | None:
-    values = [epoch["mixing"][name] for epoch in epochs if name in epoch.get("mixing", {})]
+    values = [value for epoch in epochs if (value := (epoch.get("mixing") or {}).get(name)) is not None]
     return float(np.mean(values)) if values else None
 
 

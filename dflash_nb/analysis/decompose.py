@@ -121,7 +121,7 @@ def length_groups(run: Run) -> tuple[list[str], np.ndarray]:
     mean = np.nan_to_num(mean_lengths(run))
     if not mean.any() and not (run.batches["bucket"] >= 0).any():
         return [NOT_KNOWN], np.zeros(len(mean), dtype=np.int64)
-    edges = np.asarray((run.buckets or {}).get("boundaries", ()), dtype=np.float64)
+    edges = np.asarray((run.buckets or {}).get("boundaries") or (), dtype=np.float64)
     bucket = run.batches["bucket"]
     if len(edges) > 1:
         _, cell = _by_edges(mean, edges)

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_nb.errors import NotFoundError, PlainError
 from dflash_nb.home import cache_dir, did_you_mean, user_path
+from dflash_nb.stored import fault
 
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
 HELDOUT_SPLITS = ("heldout", "validation", "valid", "test")
@@ -191,6 +193,8 @@ def _prepared_source(path: Path, split: str) -> Source:
         )
     if not isinstance(description.get("tokenizer") or {}, dict):
         raise DatasetError(f"{path / 'dataset.json'}: tokenizer is {description['tokenizer']!r}, not an object. Prepare the dataset again.")
+    if problem := fault(description, {"tokenizer": ({"name": str | None, "fingerprint": str | None}, NoneType)}):
+        raise DatasetError(f"{path / 'dataset.json'} {problem}. Prepare the dataset again.")
     if not (path / split).is_dir():
         raise DatasetError(f"{path} has no {split} split. Prepare it again{' with --heldout' if split == 'heldout' else ''}.")
     return Source(path, split, _folder_files(path / split), (path / "heldout").is_dir(), description)

@@ -8,6 +8,7 @@ of 1e6) without an error.
 
 import json
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,9 +19,22 @@ from dflash_nb.errors import PlainError
 from dflash_nb.home import did_you_mean, write_aside
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.target_info import TargetInfo, default_layer_ids
+from dflash_nb.stored import PERHAPS, fault
 
 ARCHITECTURE = "DFlashDraftModel"
 UNSUPPORTED = ("attention_bias", "attention_sink_bias", "use_swa", "sample_from_anchor", "selector_rank", "projector_type")
+
+
+# Of a config.json: what readers look into. A drafter must state most of it, other models need not.
+SETTINGS = {
+    **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers", "num_hidden_layers", "hidden_size", "vocab_size"), int | None),
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"), int | None),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), PERHAPS),
+    "target_layer_ids": ([int], NoneType),
+    "layer_types": ([str], NoneType),
+    "rope_parameters": ({"rope_type": str | None, "rope_theta": PERHAPS}, NoneType),
+    "rope_scaling": dict | None,
+}
 
 
 class ExportError(PlainError, ValueError):
@@ -141,10 +155,12 @@ def drafter_config(written: dict, source: str) -> DrafterConfig:
         return value
 
     if written.get("architectures") != [ARCHITECTURE]:
-        raise ExportError(f"{source} describes {written.get('architectures')}, not a {ARCHITECTURE}. Name a drafter's folder.")
+        raise ExportError(
+            f"{source} describes {written.get('architectures')} in architectures, not a {ARCHITECTURE}. Name a drafter's folder."
+        )
     rope = written.get("rope_parameters") or written.get("rope_scaling") or {}
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise ExportError(f"{source} asks for {kind!r} rotary positions; only plain ones are supported.")
+    if (kind := rope.get("rope_type") or rope.get("type") or "default") != "default":
+        raise ExportError(f"{source} asks for {kind!r} rotary positions (rope_type); only plain ones are supported.")
     for key in UNSUPPORTED:
         if dflash.get(key, written.get(key)):
             raise ExportError(f"{source} sets {key}, which this drafter does not have; use a checkpoint without it.")
@@ -188,6 +204,8 @@ def read_checkpoint_config(folder: Path) -> dict:
         raise ExportError(f"{file} cannot be read: {error}.{near or ' Name the folder of an exported drafter.'}") from error
     if not isinstance(written, dict):
         raise ExportError(f"{file} holds a {type(written).__name__}, not an object. Copy it again from where it was published.")
+    if problem := fault(written, {**SETTINGS, "dflash_config": (SETTINGS, NoneType)}):
+        raise ExportError(f"{file} {problem}. Copy it again from where it was published.")
     return written
 
 

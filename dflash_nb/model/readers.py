@@ -62,7 +62,7 @@ def compatibility_report(folder: str | Path, target: TargetInfo | None = None) -
         lines += [f"{reader:<12}{finding.level:<5}{finding.text}" for finding in mine]
         if not mine:
             lines.append(f"{reader:<12}{OK:<5}reads this checkpoint as it was trained")
-    commands = serving_commands(folder, target)
+    commands = {} if len(stopped) == len(READERS) else serving_commands(folder, target)
     lines += ["", *(f"{reader}: {command}" for reader, command in commands.items() if reader not in stopped)]
     return "\n".join(lines)
 
@@ -71,7 +71,7 @@ def serving_commands(folder: str | Path, target: TargetInfo | None = None) -> di
     """How to serve the drafter, by reader. Of a block of B slots the first is known: vLLM and speculators count B - 1, SGLang counts B."""
     folder = Path(folder).absolute()
     written = read_checkpoint_config(folder)
-    block_size = _setting(written, "block_size")
+    block_size = drafter_config(written, str(folder / "config.json")).block_size
     name = "TARGET" if target is None else str(target.path)
     hybrid = " --mamba-scheduler-strategy extra_buffer" if target is not None and target.is_hybrid else ""
     speculative = f'{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {block_size - 1}}}'

@@ -108,8 +108,8 @@ def advise(run: Run, watts: float = 0.0) -> Advice | None:
     if len(run) < FEWEST_STEPS:
         return None
     workers = int(str(run.config.get("topology", "1-1")).partition("-")[0])
-    devices = run.environment.get("devices", {})
-    targets, drafter = (devices.get("targets", []), devices.get("drafter")) if isinstance(devices, dict) else ([], None)
+    devices = run.environment.get("devices")
+    targets, drafter = (devices.get("targets") or [], devices.get("drafter")) if isinstance(devices, dict) else ([], None)
     stages, seconds = stages_of(run)
     places = max(1, int(min(window_room(run))))
     shared = run.config.get("engine") != "ray" and (not targets or drafter in targets)  # Ray's actors have devices of their own

@@ -23,9 +23,11 @@ from safetensors.torch import load_file, save_file
 from dflash_nb.errors import DiskError, PlainError
 from dflash_nb.home import write_aside
 from dflash_nb.pipeline.optimizer import DrafterOptimizer
+from dflash_nb.stored import fault
 
 RESUME = "continue with -p resume"
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
+SHAPE = {name: {"bytes": int, "sha256": str} for name in (WEIGHTS, OPTIMIZER, STATE)}  # of the manifest
 
 
 class CheckpointError(PlainError, RuntimeError):
@@ -100,14 +102,20 @@ def verify(path: Path) -> dict[str, Any]:
     """The state of a checkpoint whose files have the manifest's sizes and hashes. Raises CheckpointError."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name, expected in manifest.items():
+        if problem := fault(manifest, SHAPE):
+            raise CheckpointError(f"{path.name}: {MANIFEST} cannot be trusted, it {problem}; copy the checkpoint again")
+        for name in SHAPE:
+            expected = manifest[name]
             if (size := (path / name).stat().st_size) != expected["bytes"]:
                 raise CheckpointError(f"{path.name}: {name} has {size} bytes, {expected['bytes']} were written")
             if _sha256(path / name) != expected["sha256"]:
                 raise CheckpointError(f"{path.name}: {name} has other content than was written")
-        return json.loads((path / STATE).read_text())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        state = json.loads((path / STATE).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: {type(error).__name__}: {error}") from error
+    if problem := fault(state, {"step": int}):
+        raise CheckpointError(f"{path.name}: {STATE} cannot be used, it {problem}; copy the checkpoint again")
+    return state
 
 
 def restore(path: Path, module: torch.nn.Module, optimizer: DrafterOptimizer) -> None:

@@ -17,7 +17,7 @@ from dflash_nb.data.source import dataset_path
 from dflash_nb.errors import NotFoundError
 from dflash_nb.model.target_info import resolve_target
 from dflash_nb.pipeline.environment import git_commit, versions
-from dflash_nb.pipeline.parameters import ParameterError, Parameters, option
+from dflash_nb.pipeline.parameters import ParameterError, Parameters, checked, option
 from dflash_nb.planner.bucket_plan import BucketPlan
 from dflash_nb.planner.buckets import read_spec
 from dflash_nb.planner.edges import check_reach
@@ -274,6 +274,17 @@ class TrainConfig(NotebookConfig):
         return replace(self, **{each.name: getattr(saved, each.name) for each in fields(saved)} | changed)
 
 
+def damaged_setting(values: Mapping[str, Any]) -> str:
+    """The first value of a run's ``config.json`` that its setting cannot have, as a predicate; a choice of another version is none."""
+    for each in fields(TrainConfig):
+        if each.name in values and not (each.metadata["choices"] and isinstance(values[each.name], str)):
+            try:
+                checked(each, values[each.name])
+            except ParameterError as problem:
+                return f"cannot be used: {problem}"
+    return ""
+
+
 def saved_config(folder: Path) -> TrainConfig:
     """The configuration that a run folder was made with. Raises ParameterError when it holds none that this version can read."""
     path = folder / "config.json"
@@ -290,7 +301,15 @@ def saved_config(folder: Path) -> TrainConfig:
         values["buckets"] = str(folder / "buckets.json")  # the run's own copy; the file it came from may be another by now
     if strange := sorted(set(values) - {each.name for each in fields(TrainConfig)}):
         raise ParameterError(f"resume: {path} holds settings that this version does not know: {', '.join(strange)}")
-    return TrainConfig(**values)
+    if lacking := sorted({each.name for each in fields(TrainConfig)} - set(values) - HARMLESS):
+        raise ParameterError(
+            f"resume: {path} lacks {', '.join(lacking)}, and with another value it would be another run. Copy the run folder again, "
+            "or write the value into the file"
+        )
+    try:
+        return TrainConfig(**values)
+    except ParameterError as problem:
+        raise ParameterError(f"resume: {path} cannot be used: {problem}") from None
 
 
 BUDGET_HELP = "most tokens of a batch with padding, 0 for the trainer's own (49152 with the reference lengths)"

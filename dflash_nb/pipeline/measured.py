@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,20 @@ import numpy as np
 from dflash_nb.pipeline.run import Run, RunError, read_run
 from dflash_nb.planner.cost import CostError, CostModel
 from dflash_nb.planner.fit import STAGES, Measured, fit_cost, largest_terms
+from dflash_nb.stored import fault
 
 WARM_UP_STEPS = 5
 SPEED_PARTS = 10
 COST_FILE = "cost.json"
+# What a cost model takes from a run's config.json and environment.json.
+SETTINGS = {
+    **dict.fromkeys(("threads", "draft_layers", "block_size", "anchors", "accumulation"), int),
+    **dict.fromkeys(("dtype", "target_layers", "topology", "strategy"), str),
+}
+ENVIRONMENT = {
+    "devices": ({"names": ([str], NoneType)}, NoneType),
+    "target": {"name": str, "num_layers": int, "hidden_size": int},
+}
 
 
 def measured_batches(run: Run, warm_up: int = WARM_UP_STEPS) -> Measured:
@@ -30,6 +41,8 @@ def measured_batches(run: Run, warm_up: int = WARM_UP_STEPS) -> Measured:
     """
     if not len(run) or not np.isfinite(run.batches["seconds_target"]).any():
         raise CostError(f"{run.folder} has no batch with measured seconds; train a few steps first")
+    if not run.config.get("block_size"):
+        raise CostError(f"{run.folder / 'config.json'} lacks block_size, without which slots are not known; copy the whole run folder")
     if run.config.get("strategy") == "packed":
         raise CostError(f"{run.folder} trained on packed rows; fit the cost model to a run with padded batches, it holds for both")
     steps, batches = run.steps, run.batches
@@ -61,7 +74,7 @@ def to_measured(columns: Mapping[str, np.ndarray], block_size: int, step: float)
 
 def identity(config: Mapping[str, Any], environment: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, str]:
     """What a measurement belongs to: hardware, target and drafter as names to compare and to show."""
-    devices = environment.get("devices", {}).get("names") or [f"{environment.get('cpu_cores')} CPU cores"]
+    devices = (environment.get("devices") or {}).get("names") or [f"{environment.get('cpu_cores')} CPU cores"]
     hardware = ", ".join(dict.fromkeys(devices))
     kept = "the target's own number format"  # what FrozenTarget.load makes of auto on an accelerator
     if "CPU" in hardware:
@@ -109,9 +122,14 @@ def fit_run(run: Run) -> CostModel:
 
 def _identity_of(run: Run) -> dict[str, str]:
     """Raises CostError that names the file of the run folder in which something is missing."""
-    missing = "config.json" if not run.config else "environment.json" if not run.environment.get("target") else ""
+    missing = "config.json" if not run.config else "environment.json" if not run.environment else ""
     if missing:
         raise CostError(f"{run.folder} has no {missing} that says what was trained; copy the whole run folder, or name another run")
+    for name, content, shape in (("config.json", run.config, SETTINGS), ("environment.json", run.environment, ENVIRONMENT)):
+        if problem := fault(content, shape):
+            raise CostError(
+                f"{run.folder / name} {problem}, so what was measured is not known; copy the whole run folder, or name another run"
+            )
     return identity(run.config, run.environment, run.environment["target"])
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ import pyarrow.json
 
 from dflash_nb.errors import PlainError
 from dflash_nb.home import did_you_mean, runs_dir
+from dflash_nb.pipeline.config import damaged_setting
 from dflash_nb.pipeline.lock import is_locked
+from dflash_nb.stored import PERHAPS, fault
 
 BLOCK_BYTES = 4 << 20
 STAGES = ("fetch", "target", "transfer", "wait", "drafter", "optimizer", "step")
@@ -50,6 +53,37 @@ STEP_FIELDS = {
 OPTIONAL_STEP_FIELDS = frozenset({"memory_bytes"})
 OPTIONAL_BATCH_FIELDS = frozenset({"supervised", "slots", "seconds"})
 _SCHEMA = pa.schema(list(STEP_FIELDS.items()))
+
+# What the files of a run folder may hold where they are read. Any key may be missing: an older version did not write it, or nobody knew.
+TEXT, COUNT, NUMBERS = str | None, int | None, ([PERHAPS], NoneType)
+_EPOCH = {
+    **dict.fromkeys(("batches", "steps", "tokens", "padded_tokens"), COUNT),
+    "mixing": (dict.fromkeys(("lag1", "longest_run", "repeated_mates"), PERHAPS), NoneType),
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "environment": {
+        "devices": ({"targets": ([str], NoneType), "drafter": TEXT, "names": ([str], NoneType)}, list, NoneType),
+        "target": ({"name": TEXT, "num_layers": COUNT, "hidden_size": COUNT}, NoneType),
+        "versions": dict | None,
+        "data": dict | None,
+        "cpu_cores": COUNT,
+    },
+    "buckets": {"boundaries": NUMBERS},
+    "plan": {
+        "epochs": ([_EPOCH], NoneType),
+        **dict.fromkeys(("total_steps", "warmup_steps", "tokens_per_second"), PERHAPS),
+        "speed_source": TEXT,
+    },
+    "summary": {"status": TEXT, "error": TEXT},
+}
+_EVENT = {"kind": str, "step": int}
+_EVENTS = {
+    "dropped": {"first": int, "last": int, "losses": NUMBERS},
+    "eval": {
+        **dict.fromkeys(("loss", "acceptance", "tau", "tau_low", "tau_high", "tau_repeated", "seconds"), PERHAPS),
+        **{"tau_prompts": COUNT, "slot_accuracy": NUMBERS},
+    },
+}
 
 
 class RunError(PlainError, ValueError):
@@ -88,7 +122,7 @@ class Run:
     @property
     def status(self) -> str:
         """``finished``, ``interrupted`` or ``failed`` as its summary says; without one ``running`` or ``unfinished``."""
-        if self.summary and "status" in self.summary:
+        if self.summary and self.summary.get("status"):
             return self.summary["status"]
         return "running" if self.live else "unfinished"
 
@@ -141,13 +175,13 @@ class Run:
         for line in block.splitlines():
             try:
                 event = json.loads(line)
-                kind, step = event["kind"], event["step"]
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, RecursionError):
                 self.bad_lines += 1
                 continue
-            if not isinstance(kind, str) or not isinstance(step, int):
+            if fault(event, _EVENT) or fault(event, _EVENTS.get(event["kind"], {})):
                 self.bad_lines += 1
                 continue
+            kind, step = event["kind"], event["step"]
             if kind == "resume":
                 stay = ("dropped", "warning", "retry", "worker", "interrupt")
                 self.events = [e for e in self.events if e["step"] <= step or e["kind"] in stay]
@@ -178,7 +212,14 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         raise RunError(f"{path} is not readable as JSON: {problem}. Copy the run folder again, or remove the file") from None
     if content is not None and not isinstance(content, dict):
         raise RunError(f"{path} holds a JSON {type(content).__name__}, not an object. Copy the run folder again, or remove the file")
+    if content is not None and (problem := damage(path.stem, content)):
+        raise RunError(f"{path} {problem}. Copy the run folder again, or remove the file")
     return content
+
+
+def damage(name: str, content: dict[str, Any]) -> str:
+    """What of the run folder's file ``name`` is of a kind that nobody could have written, as a predicate that names the key."""
+    return damaged_setting(content) if name == "config" else fault(content, SHAPES[name])
 
 
 class _Tail:

@@ -23,9 +23,10 @@ import pyarrow as pa
 from dflash_nb import home
 from dflash_nb.pipeline import lock
 from dflash_nb.pipeline.environment import describe_environment
-from dflash_nb.pipeline.run import BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, OPTIONAL_STEP_FIELDS, STAGES, STEP_FIELDS, WHOLE, RunError
+from dflash_nb.pipeline.run import BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, OPTIONAL_STEP_FIELDS, STAGES, STEP_FIELDS, WHOLE, RunError, damage
 from dflash_nb.pipeline.run import Run as Run
 from dflash_nb.pipeline.run import read_run as read_run
+from dflash_nb.stored import PERHAPS, fault
 
 FILLED_IN = frozenset({"time", "elapsed", "finite"})
 EVENT_KINDS = frozenset({"start", "checkpoint", "resume", "dropped", "eval", "retry", "warning", "interrupt", "finish", "epoch", "worker"})
@@ -73,12 +74,12 @@ def _made(folder: Path, exist_ok: bool = False) -> None:
 
 
 def readable(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``; None where there is none, or only a half of it."""
+    """The JSON object in ``path`` of a run folder; None where there is none, only a half of it, or one that nobody could have written."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and not damage(path.stem, content) else None
 
 
 class RunLog:
@@ -130,18 +131,18 @@ class RunLog:
             _cut_half_line(folder / "events.jsonl")
             _cut_half_line(folder / "steps.jsonl")
             offset, dropped, last = _find_step(folder / "steps.jsonl", step)
-            log = cls(folder, descriptor, elapsed=last.get("elapsed", 0.0), step=step)
+            log = cls(folder, descriptor, elapsed=last.get("elapsed") or 0.0, step=step)
             on_error.pop_all()
             on_error.push(log)
             if dropped:
-                steps, losses = [line["step"] for line in dropped], [line["loss"] for line in dropped]
+                steps, losses = [line["step"] for line in dropped], [line.get("loss") for line in dropped]
                 log.event("dropped", first=steps[0], last=steps[-1], losses=losses)
                 os.fsync(log._events)
                 os.ftruncate(log._steps, offset)
             if last.get("step", 0) < step:
                 log.event("warning", text=f"the log ends at step {last.get('step', 0)}, before the checkpoint at step {step}")
-            status = (readable(folder / "summary.json") or {}).get("status", "unfinished")
-            before, now = (readable(folder / "environment.json") or {}).get("versions", {}), describe_environment()["versions"]
+            status = (readable(folder / "summary.json") or {}).get("status") or "unfinished"
+            before, now = (readable(folder / "environment.json") or {}).get("versions") or {}, describe_environment()["versions"]
             changed = {name: [before.get(name), now.get(name)] for name in sorted({*before, *now}) if before.get(name) != now.get(name)}
             log.event("resume", after=status, dropped=len(dropped), versions_changed=changed)
             (folder / "summary.json").unlink(missing_ok=True)  # last, so that it outlives a resume for which there is no room
@@ -326,9 +327,21 @@ def _find_step(path: Path, step: int) -> tuple[int, list[dict[str, Any]], dict[s
                 if number is None:
                     raise RunError(f"{path}: the line at byte {offset} is no step; repair or remove it before the run is continued")
                 if dropped or int(number[1]) > step:
-                    dropped.append(json.loads(raw))
+                    dropped.append(_step_line(path, raw))
                 else:
                     offset, final = offset + len(raw), raw
             if offset:
-                last = json.loads(final)
+                last = _step_line(path, final)
     return offset, dropped, last
+
+
+def _step_line(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        problem = f"is no JSON ({error})"
+    else:
+        problem = fault(line, {"step": int, "loss": PERHAPS, "elapsed": PERHAPS})
+    if problem:
+        raise RunError(f"{path}: the line {raw[:40]!r}... {problem}; repair or remove it before the run is continued")
+    return line

@@ -109,7 +109,7 @@ def tau_words(event: Mapping[str, Any]) -> str:
     if event.get("tau") is None:
         return "not measured"
     rests = []
-    if event.get("tau_low") is not None:
+    if event.get("tau_low") is not None and event.get("tau_high") is not None:
         rests.append(f"{event['tau_low']:.2f} to {event['tau_high']:.2f} with 95 %")
     if count := event.get("tau_prompts"):  # runs of earlier versions did not count them
         rests.append(f"{count} held-out prompt{'s' if count != 1 else ''}")
@@ -129,7 +129,7 @@ def estimate_agreement(run: Run) -> str:
     Both are 1 + accepted draft tokens a pass. Decoding is counted on the target's own text, which is more alike and so usually easier;
     where texts and target agree the two do, and where both rise together the estimate can choose between checkpoints.
     """
-    pairs = [(event["acceptance"], event["tau"]) for event in run.events_of("eval")]
+    pairs = [(event.get("acceptance"), event.get("tau")) for event in run.events_of("eval")]
     pairs = [pair for pair in pairs if None not in pair]
     if not pairs or pairs[-1][1] <= 1:
         return ""

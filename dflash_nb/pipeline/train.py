@@ -20,7 +20,7 @@ import torch
 
 from dflash_nb.model.export import export_drafter
 from dflash_nb.model.packing import PackingError
-from dflash_nb.pipeline.checkpoint import CheckpointError, newest_checkpoint, restore, write_checkpoint
+from dflash_nb.pipeline.checkpoint import STATE, CheckpointError, newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.environment import describe_environment
@@ -36,8 +36,11 @@ from dflash_nb.pipeline.step import accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize, tau_words
 from dflash_nb.pipeline.trackers import Tracker
 from dflash_nb.pipeline.window import WAITING_BATCHES, Pool, Window
+from dflash_nb.planner import state as plan_state
 from dflash_nb.planner.state import PlanChangedError, PlanState
+from dflash_nb.stored import fault
 
+STATE_SHAPE = {"step": int, "plan": plan_state.SHAPE, "schedule": dict, "data": dict}  # what is needed of a checkpoint's state
 SPEED_STEPS = (6, 25)  # after start-up; 20 steps give the mean of a step to a few per cent
 
 
@@ -109,6 +112,8 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
                 raise RunError(f"{folder} has finished, but its checkpoints are gone; put them back, or start a new run")
             broken.append(f"{folder / 'checkpoints'} holds none, so the run starts again from step 0 and its {logged:,} steps are dropped")
         if start is not None:
+            if problem := fault(start[1], STATE_SHAPE):
+                raise CheckpointError(f"{start[0] / STATE} {problem}. Remove {start[0]} to continue from the checkpoint before it")
             _check_same_run(job, start[1])
         log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0)
     else:
@@ -134,7 +139,7 @@ def _logged_steps(folder: Path) -> tuple[int, str]:
     path = folder / "steps.jsonl"
     numbers = re.findall(rb'^\{"step":(\d+)', path.read_bytes(), re.MULTILINE) if path.is_file() else []
     logged = next((step for step, number in enumerate(numbers) if int(number) != step + 1), len(numbers))
-    return logged, (readable(folder / "summary.json") or {}).get("status", "unfinished")
+    return logged, (readable(folder / "summary.json") or {}).get("status") or "unfinished"
 
 
 def _planned(job: Job, **speed: Any) -> dict[str, Any]:

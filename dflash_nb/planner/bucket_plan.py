@@ -3,12 +3,13 @@
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from dflash_nb.home import write_aside
 from dflash_nb.planner.limits import BucketError
+from dflash_nb.stored import NUMBER, fault
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class BucketRow:
     expected_padded: float
     efficiency: float
     batches: float
+
+
+ROW = {each.name: int if each.type is int else NUMBER for each in fields(BucketRow)}
+LIMITS = {"token_budget": int, "max_batch": int, "pad_multiple": int}
+SHAPE = {"boundaries": [NUMBER], "rows": [ROW], **LIMITS, "objective": str, "model": str, "why": dict, "made_for": dict | None}
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,12 @@ class BucketPlan:
         """
         if not isinstance(saved, dict) or saved.get("format") != 1:
             raise BucketError("not a bucket plan: expected the JSON of BucketPlan.save, with format 1")
-        try:
-            rows = tuple(BucketRow(**row) for row in saved["rows"])
-            under = {name: saved[name] for name in ("token_budget", "max_batch", "pad_multiple", "objective", "model", "why")}
-            made_for = saved.get("made_for", {})  # older files do not say
-            return cls(boundaries=tuple(int(edge) for edge in saved["boundaries"]), rows=rows, made_for=made_for, **under)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BucketError(f"not a whole bucket plan: {error!r}") from error
+        if problem := fault(saved, SHAPE):
+            raise BucketError(f"not a whole bucket plan: it {problem}")
+        rows = tuple(BucketRow(**{name: row[name] for name in ROW}) for row in saved["rows"])
+        under = {name: saved[name] for name in (*LIMITS, "objective", "model", "why")}
+        made_for = saved.get("made_for") or {}  # older files do not say
+        return cls(boundaries=tuple(int(edge) for edge in saved["boundaries"]), rows=rows, made_for=made_for, **under)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, whole or not at all."""

@@ -199,7 +199,7 @@ class CostModel:
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "CostModel":
         names = {entry.name for entry in fields(cls)}
-        of_this_version = isinstance(saved, dict) and saved.get("format") == FORMAT and "source" in saved
+        of_this_version = isinstance(saved, dict) and saved.get("format") == FORMAT
         if not of_this_version or saved.keys() - names - {"format"}:
             raise CostError(f"not a cost model of this version: expected the JSON of CostModel.save, with format {FORMAT}; measure again")
         for name, value in saved.items():
@@ -211,7 +211,10 @@ class CostModel:
             raise CostError("errors: the numbers median and total of each stage are needed; measure again")
         if points and not (points.keys() == errors.keys() == set(cls.stages) and all(map(_pairs, points.values()))):
             raise CostError("points: pairs of seconds of each stage are needed, and errors of the same stages; measure again")
-        return cls(**{name: value for name, value in saved.items() if name in names})
+        model = cls(**{name: value for name, value in saved.items() if name in names})
+        if lacking := [name for name in asdict(model) if name not in saved and name not in ("errors", "points")]:
+            raise CostError(f"not a cost model of this version: it lacks {', '.join(lacking)}; measure again")
+        return model
 
     def save(self, path: Path) -> None:
         """Write the model as JSON, whole or not at all."""

@@ -13,6 +13,9 @@ import numpy as np
 
 from dflash_nb.planner.batches import BatchPlan
 from dflash_nb.planner.options import PlanError, PlanOptions
+from dflash_nb.stored import fault
+
+SHAPE = {"seed": int, "epoch": int, "next_batch": int, "plan_sha256": str, "fingerprint": dict}
 
 
 class PlanChangedError(PlanError):
@@ -41,7 +44,10 @@ class PlanState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "PlanState":
-        return cls(**saved)
+        """What ``to_json`` gave. Raises PlanError that names what is missing or of the wrong kind."""
+        if problem := fault(saved, SHAPE):
+            raise PlanError(f"the saved position {problem}: take the position of another checkpoint, or start a new run")
+        return cls(**{name: saved[name] for name in SHAPE})
 
     def resume(self, plan: BatchPlan, fingerprint: dict[str, Any]) -> int:
         """The batch to go on with in ``plan``, the plan made again for this seed and epoch. Raises PlanChangedError by name."""

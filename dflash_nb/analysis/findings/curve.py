@@ -22,7 +22,7 @@ def not_finite(log: Log) -> Finding | None:
     """A loss or gradient that is NaN or infinite, in the log or as the error that ended the run."""
     run = log.run
     bad = np.flatnonzero(~run.steps["finite"]) if len(log) else np.zeros(0, int)
-    error = str((run.summary or {}).get("error", ""))
+    error = (run.summary or {}).get("error") or ""
     ended = error.startswith("FloatingPointError")
     if not len(bad) and not ended:
         return None

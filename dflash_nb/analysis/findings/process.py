@@ -97,7 +97,7 @@ def resume_jump(log: Log) -> Finding | None:
     run, found, evidence = log.run, [], []
     for event in run.events_of("dropped"):
         rows = np.searchsorted(log.step_N, np.arange(event["first"], event["last"] + 1))
-        before = np.array(event.get("losses", []), dtype=float)
+        before = np.array(event.get("losses") or [], dtype=float)
         fits = rows < len(log)
         rows, before = rows[fits][: len(before)], before[: int(fits.sum())]
         again = run.steps["loss"][rows]
@@ -243,8 +243,8 @@ def _slowdown(log: Log, seconds_N: np.ndarray) -> tuple[float, float] | None:
 def off_plan(log: Log) -> Finding | None:
     """Padding or speed is not what the plan promised."""
     run = log.run
-    epochs = run.plan.get("epochs", [])
-    padded, tokens = (sum(epoch.get(name, 0) for epoch in epochs) for name in ("padded_tokens", "tokens"))
+    epochs = run.plan.get("epochs") or []
+    padded, tokens = (sum(epoch.get(name) or 0 for epoch in epochs) for name in ("padded_tokens", "tokens"))
     evidence = []
     done = int(run.steps["padded_tokens"].sum())
     if padded and done and len(log) >= 50:
@@ -281,7 +281,7 @@ def not_finished(log: Log) -> Finding | None:
     words = {"unfinished": "stopped without a word", "interrupted": "was interrupted", "failed": "failed"}[run.status]
     evidence = [run.status_text()]
     if run.status == "failed":
-        evidence.append(str((run.summary or {}).get("error", "no error was written")))
+        evidence.append(str((run.summary or {}).get("error") or "no error was written"))
     if run.half_line:
         evidence.append("the last line of the log is half-written: the process was killed")
     return Finding(

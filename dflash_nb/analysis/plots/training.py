@@ -92,7 +92,11 @@ def acceptance(run: Run) -> Plot:
             if key == "tau":
                 finding = f"tau, tokens a target pass: {y[0]:.2f} at step {x[0]:,}, {tau_words(last)} at step {x[-1]:,}"
                 finding += repetition(last.get("tau_repeated"))
-                ranges = [(event["step"], event["tau_low"], event["tau_high"]) for event in measured if event.get("tau_low") is not None]
+                ranges = [
+                    (event["step"], event["tau_low"], event["tau_high"])
+                    for event in measured
+                    if None not in (event.get("tau_low"), event.get("tau_high"))
+                ]
                 for at, low, high in ranges:
                     axis.vlines(at, low, high, color=color, linewidth=1.2)
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
