@@ -244,3 +244,10 @@ def test_looking_at_a_run_shows_its_own_settings_and_no_defaults(started):
     bare = folder.parent / "elsewhere"
     bare.mkdir()
     assert "its own" not in TrainConfig(watch=str(bare)).describe()
+
+
+def test_a_checkout_that_git_does_not_speak_of_is_not_called_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path))
+    assert re.search(r"^commit +not a git checkout$", LengthsConfig(dataset="reference").describe(), re.M)
+    (tmp_path / ".git").mkdir()  # git says that this is none of its own, as it does of a checkout of somebody else
+    assert re.search(r"^commit +not a git checkout that git can read$", LengthsConfig(dataset="reference").describe(), re.M)

@@ -3,6 +3,7 @@
 ``benchmarks/memory.py`` compares predicted and measured peaks of whole runs.
 """
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from dflash_nb.pipeline.memory import (
     feature_bytes,
     kept_for_backward,
     predict,
+    resident_bytes,
     target_size,
     too_large,
 )
@@ -153,3 +155,12 @@ def test_every_device_gets_its_own_total(reference):
 def test_slots_are_bounded_by_the_tokens_there_are():
     assert Shape.planned(4, 100, 40, anchors=32, block_size=8).slots == 40 * 8
     assert Shape.planned(4, 100, 400, anchors=32, block_size=8).slots == 4 * 32 * 8
+
+
+def test_what_the_process_holds_is_counted_in_pages_of_this_machine(monkeypatch):
+    """64 KiB a page on some ARM machines."""
+    held = resident_bytes()
+    assert 50e6 < held < 1e12
+    page = resource.getpagesize()
+    monkeypatch.setattr(resource, "getpagesize", lambda: 4 * page)
+    assert resident_bytes() > 3 * held

@@ -58,7 +58,8 @@ class NotebookConfig(Parameters):
         Raises what looking for the dataset or the run raises when it is not there.
         """
         git = git_commit()
-        commit = f"{git['commit'][:12]}{' and uncommitted changes' if git['dirty'] else ''}" if git["commit"] else "not a git checkout"
+        unknown = "not a git checkout that git can read" if (home.project_root() / ".git").exists() else "not a git checkout"
+        commit = f"{git['commit'][:12]}{' and uncommitted changes' if git['dirty'] else ''}" if git["commit"] else unknown
         lines = [(name, str(path)) for name, path in self.places().items()]
         lines += self.settings()
         lines += [("versions", ", ".join(f"{name} {text}" for name, text in versions().items())), ("commit", commit)]

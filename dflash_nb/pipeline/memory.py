@@ -11,7 +11,6 @@ query and of all key/value heads.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from dflash_nb.model.attention import GROUP
 from dflash_nb.model.drafter import DrafterConfig
 from dflash_nb.model.target_info import TargetInfo
 from dflash_nb.pipeline.job import Job
+from dflash_nb.pipeline.probe import memory_bytes
 from dflash_nb.pipeline.window import WAITING_BATCHES
 
 LOSS_TILES = {"cpu": 2 * 16 * 2**20, "cuda": 2 * 256 * 2**20}  # logits of one tile of the vocabulary, and their softmax
@@ -277,9 +277,8 @@ def predict_job(job: Job, size: TargetSize | None = None) -> MemoryPlan:
 
 
 def resident_bytes() -> float:
-    """What this process holds now; 0 where the system does not say."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * 4096.0 if statm.is_file() else 0.0
+    """What this process holds now, or its peak, outside Linux."""
+    return float(memory_bytes(torch.device("cpu")))
 
 
 def _told(value: Any) -> str:
