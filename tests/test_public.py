@@ -1,13 +1,17 @@
 """The package's small public face: what it offers, what it costs to import, and what a type checker sees of it."""
 
 import inspect
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dflash_nb
+from dflash_nb.errors import PlainError
+from dflash_nb.planner.options import PlanOptions
 
 PACKAGE = Path(dflash_nb.__file__).parent
 
@@ -45,3 +49,59 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 900, 300)
+HISTOGRAM = dflash_nb.LengthHistogram.from_lengths(LENGTHS)
+PLAN = dflash_nb.plan_epoch(LENGTHS, "random", token_budget=4000)
+NONSENSE = [None, -1, 0, 1.5, math.nan, "x", [], [1.5], np.ones((2, 2)), {}, True, object()]
+PATHS = ("read_lengths", "read_histogram", "read_run", "diagnose", "load_drafter")
+
+
+def calls():
+    """Each argument of the public functions, as what is called with a value for it."""
+    yield from {
+        "config of train": dflash_nb.train,
+        "config of examine": dflash_nb.examine,
+        "lengths of plan_epoch": dflash_nb.plan_epoch,
+        "lengths of from_lengths": dflash_nb.LengthHistogram.from_lengths,
+        "lengths of from_counts": lambda value: dflash_nb.LengthHistogram.from_counts(value, LENGTHS),
+        "counts of from_counts": lambda value: dflash_nb.LengthHistogram.from_counts(LENGTHS, value),
+        "max_length of clip": HISTOGRAM.clip,
+        "histogram of optimize_buckets": dflash_nb.optimize_buckets,
+        "histogram of evaluate_buckets": lambda value: dflash_nb.evaluate_buckets(value, [100]),
+        "boundaries of evaluate_buckets": lambda value: dflash_nb.evaluate_buckets(HISTOGRAM, value),
+        "cost of optimize_buckets": lambda value: dflash_nb.optimize_buckets(HISTOGRAM, 4, objective="time", cost=value),
+        "saved of from_json": dflash_nb.BucketPlan.from_json,
+        "world of ranks": PLAN.ranks,
+        "seconds of ranks": lambda value: PLAN.ranks(2, value),
+        "remainder of ranks": lambda value: PLAN.ranks(2, None, value),
+        "rank of rank": PLAN.rank,
+        "world of rank": lambda value: PLAN.rank(0, value),
+    }.items()
+    for name in ("token_budget", "max_batch", "pad_multiple", "count", "objective", "grid", "model"):
+        yield f"{name} of optimize_buckets", lambda value, name=name: dflash_nb.optimize_buckets(HISTOGRAM, **{name: value})
+    for name in inspect.signature(PlanOptions).parameters.keys() | {"seed", "epoch", "n_supervised"}:
+        given = {"strategy": "random", "token_budget": 4000}
+        yield f"{name} of plan_epoch", lambda value, name=name, given=given: dflash_nb.plan_epoch(LENGTHS, **given | {name: value})
+    for name in inspect.signature(dflash_nb.TrainConfig).parameters:
+        yield f"{name} of TrainConfig", lambda value, name=name: dflash_nb.TrainConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("argument", "call"), sorted(calls(), key=lambda each: each[0]))
+def test_nonsense_is_refused_in_a_sentence(argument, call):
+    refused = 0
+    for value in NONSENSE:
+        try:
+            call(value)
+        except PlainError as error:
+            refused += 1
+            assert len(str(error).split()) > 4
+    assert refused >= 4
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_what_is_no_path_is_named_by_its_type(name):
+    for value in (None, 3, [], {}):
+        with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not "):
+            getattr(dflash_nb, name)(value)

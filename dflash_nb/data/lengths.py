@@ -107,6 +107,8 @@ class LengthHistogram:
 
     def clip(self, max_length: int) -> "LengthHistogram":
         """The histogram after truncating every sample to ``max_length`` tokens."""
+        if not isinstance(max_length, int | np.integer) or max_length < 1:
+            raise LengthError(f"max_length must be a whole number of at least 1 token, not {max_length!r}.")
         return self.from_counts(np.minimum(self.lengths, max_length), self.counts)
 
     def expand(self, seed: int = 0) -> np.ndarray:

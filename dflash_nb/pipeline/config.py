@@ -275,6 +275,13 @@ class TrainConfig(NotebookConfig):
         return replace(self, **{each.name: getattr(saved, each.name) for each in fields(saved)} | changed)
 
 
+def checked_config(config: Any) -> TrainConfig:
+    """``config``, or ParameterError for what is none."""
+    if not isinstance(config, TrainConfig):
+        raise ParameterError(f"config must be a TrainConfig, not of type {type(config).__name__}; make one with TrainConfig(dataset=...)")
+    return config
+
+
 def damaged_setting(values: Mapping[str, Any]) -> str:
     """The first value of a run's ``config.json`` that its setting cannot have, as a predicate; a choice of another version is none."""
     for each in fields(TrainConfig):

@@ -77,7 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "summary": {"status": TEXT, "error": TEXT},
 }
 _EVENT = {"kind": str, "step": int}
-_EVENTS = {
+_EVENTS: dict[str, dict[str, Any]] = {
     "dropped": {"first": int, "last": int, "losses": NUMBERS},
     "eval": {
         **dict.fromkeys(("loss", "acceptance", "tau", "tau_low", "tau_high", "tau_repeated", "seconds"), PERHAPS),
@@ -208,8 +208,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError, IsADirectoryError) as problem:
-        raise RunError(f"{path} is not readable as JSON: {problem}. Copy the run folder again, or remove the file") from None
+    except (ValueError, RecursionError, IsADirectoryError) as error:
+        raise RunError(f"{path} is not readable as JSON: {error}. Copy the run folder again, or remove the file") from None
     if content is not None and not isinstance(content, dict):
         raise RunError(f"{path} holds a JSON {type(content).__name__}, not an object. Copy the run folder again, or remove the file")
     if content is not None and (problem := damage(path.stem, content)):

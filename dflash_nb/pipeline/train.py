@@ -21,7 +21,7 @@ import torch
 from dflash_nb.model.export import export_drafter
 from dflash_nb.model.packing import PackingError
 from dflash_nb.pipeline.checkpoint import STATE, CheckpointError, newest_checkpoint, restore, write_checkpoint
-from dflash_nb.pipeline.config import TrainConfig
+from dflash_nb.pipeline.config import TrainConfig, checked_config
 from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.evaluate import evaluate
@@ -51,7 +51,7 @@ def train(config: TrainConfig) -> RunSummary:
     either. After that every end writes ``summary.json``: an interrupt (Ctrl-C, SIGTERM) leaves a checkpoint and raises KeyboardInterrupt,
     an error leaves one too where it can and is raised. No thread is left.
     """
-    config = config.resumed()
+    config = checked_config(config).resumed()
     try:
         return _train(prepare_job(config))
     except PackingError as refusal:  # found out when the target was asked, before the first step

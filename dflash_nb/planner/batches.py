@@ -7,6 +7,7 @@ reference lengths); a solver would gain less than one point of it and would make
 """
 
 import hashlib
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ class BatchPlan:
 
     def batch(self, index: int) -> PlannedBatch:
         """The batch at ``index``, 0 to len - 1; a view, nothing is copied."""
-        if not 0 <= index < len(self):
+        if not 0 <= (index := operator.index(index)) < len(self):
             raise IndexError(f"batch {index} of a plan with {len(self)} batches")
         rows = self.sample_ids[self.offsets[index] : self.offsets[index + 1]]
         return PlannedBatch(index, rows, int(self.padded_lengths[index]), int(self.bucket_ids[index]), int(self.real_tokens[index]))
@@ -96,7 +97,10 @@ class BatchPlan:
 
     def rank(self, rank: int, world: int | None = None) -> np.ndarray:
         """Indices int64[steps] of the batches that ``rank`` runs, in order; as many for every rank."""
-        return self.ranks(world).batches[:, rank]
+        shared = self.ranks(world).batches
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < shared.shape[1]:
+            raise PlanError(f"rank must be a whole number from 0 to {shared.shape[1] - 1}, not {rank!r}")
+        return shared[:, rank]
 
     def sha256(self) -> str:
         """Hash of everything that runs, equal for equal plans on every machine."""

@@ -59,6 +59,7 @@ def evaluate_buckets(
     Raises:
         BucketError: edges that do not increase, a limit or model that does not exist, or a sample longer than the budget.
     """
+    _check_histogram(histogram)
     limits = Limits(token_budget, max_batch, pad_multiple)
     limits.check_fit(histogram.lengths, histogram.counts)
     _one_of("model", model, MODELS)
@@ -87,6 +88,7 @@ def optimize_buckets(
     Raises:
         BucketError: a parameter that does not exist or is out of range, or a sample longer than the budget.
     """
+    _check_histogram(histogram)
     limits = Limits(token_budget, max_batch, pad_multiple)
     limits.check_fit(histogram.lengths, histogram.counts)
     _one_of("model", model, MODELS)
@@ -94,7 +96,7 @@ def optimize_buckets(
     if objective == "time" and not hasattr(cost, "batch_seconds"):
         raise BucketError("objective 'time' needs cost: a model of seconds by stage, for example CostModel()")
     grid = None if grid is None else whole("grid", grid)
-    most = None if count == "auto" else whole("count, unless it is auto,", count)
+    most = None if isinstance(count, str) and count == "auto" else whole("count, unless it is auto,", count)
 
     def cheapest(batch_cost: BatchCost, shape_cost: float = 0.0) -> tuple[Cuts, dict[str, Any]]:
         if most is not None:
@@ -240,6 +242,12 @@ def _describe(
     return BucketPlan(boundaries, tuple(rows), limits.token_budget, limits.max_batch, limits.pad_multiple, objective, model, why or {})
 
 
+def _check_histogram(histogram: Any) -> None:
+    if not isinstance(histogram, LengthHistogram):
+        kind = type(histogram).__name__
+        raise BucketError(f"histogram must be a LengthHistogram, such as LengthHistogram.from_lengths(lengths), not of type {kind}")
+
+
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise BucketError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")

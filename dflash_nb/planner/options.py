@@ -111,7 +111,7 @@ class PlanOptions:
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise PlanError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 

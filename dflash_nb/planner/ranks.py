@@ -29,8 +29,14 @@ def share_batches(seconds: np.ndarray, world: int, window: int, remainder: str =
     step on one rank. remainder: with ``repeat`` the last step is filled with the epoch's last full batches again, with ``drop``
     it is left out. A plan with fewer batches than ranks can only be repeated.
     """
-    if remainder not in ("repeat", "drop"):
+    if not isinstance(remainder, str) or remainder not in ("repeat", "drop"):
         raise PlanError(f"remainder must be repeat or drop, not {remainder!r}")
+    for name, value in (("world", world), ("window", window)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise PlanError(f"{name} must be a whole number of at least 1, not {value!r}")
+    seconds = np.asarray(seconds)
+    if seconds.ndim != 1 or not len(seconds) or seconds.dtype.kind not in "iuf" or not np.isfinite(seconds).all():
+        raise PlanError(f"seconds must be a finite number for each batch, not an array of {seconds.dtype} with shape {seconds.shape}")
     n = len(seconds)
     over = n % world
     none = np.empty(0, dtype=np.int64)

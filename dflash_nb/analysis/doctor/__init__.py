@@ -24,7 +24,7 @@ from dflash_nb.model.initialise import scale_to_head
 from dflash_nb.model.packing import PackingError
 from dflash_nb.model.target import Features, FrozenTarget, TargetHead
 from dflash_nb.model.target_info import GROWING_LAYERS, TargetInfo, read_target_info
-from dflash_nb.pipeline.config import TrainConfig
+from dflash_nb.pipeline.config import TrainConfig, checked_config
 from dflash_nb.pipeline.job import Job, padded_instead, placement_of, prepare_job
 from dflash_nb.pipeline.local import Placement, bytes_per_token, load_targets
 from dflash_nb.pipeline.memory import predict_job
@@ -41,7 +41,7 @@ def examine(config: TrainConfig) -> Examination:
     The models are loaded only if nothing before them is a STOP. With ``watch`` nothing is trained, so there is nothing to examine.
     """
     started = time.perf_counter()
-    if config.watch:
+    if checked_config(config).watch:
         return Examination((), left_out="a run is looked at, not trained")
     checks: list[Check] = []
     config = _attempt(checks, "resume", config.resumed)
