@@ -2,7 +2,7 @@
 
 A shape is written as Python says it: a type or a union of types, a dict of keys and their shapes, a list with the shape of its items, a
 tuple of alternatives. A key whose shape allows None may be missing. Keys that a shape does not name are let pass, since a later version
-may write more. A run's ``config.json`` takes 0.1 ms.
+may write more. A ``buckets.json`` of 109 buckets takes 0.5 ms.
 """
 
 import math

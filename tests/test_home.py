@@ -224,7 +224,7 @@ def by_parameter():
         "dataset, two words": (lambda: find_source("data/chat-own"), "data/chats-own"),
         "dataset, lengths": (lambda: read_lengths("./data/chat-own"), "data/chats-own"),
         "dataset, a name": (lambda: BucketsConfig(dataset="refrence").describe(), "reference"),
-        "target": (lambda: TrainConfig(target="./targets/qwem").describe(), "targets/qwen"),
+        "target": (lambda: TrainConfig(dataset="./data/chats-own", target="./targets/qwem").describe(), "targets/qwen"),
         "target, two words": (lambda: read_target_info("targets/qwem"), "targets/qwen"),
         "target, a name": (lambda: read_target_info("smolm2"), "smollm2"),
         "buckets": (lambda: TrainConfig(buckets="./cut.json"), "cuts.json"),

@@ -253,6 +253,15 @@ def test_a_damaged_step_is_named_before_the_run_is_continued(made, tmp_path, lin
         train(TrainConfig(resume=str(folder)))
 
 
+def test_what_a_run_can_write_anew_does_not_end_it_when_it_is_continued(made, tmp_path):
+    folder = shutil.copytree(made / "runs" / "run", tmp_path / "run")
+    damaged = {"environment": {"versions": [1]}, "plan": {"epochs": 3}, "buckets": {"boundaries": "many"}, "summary": {"status": 3}}
+    for name, content in damaged.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    assert train(TrainConfig(resume=str(folder))).finished
+    assert examine_run(folder).status == "finished"
+
+
 KINDS = {"whole": int, "number": int | float, "perhaps": int | None, "text": str, "flag": bool}
 GOOD = {"whole": 3, "number": 0.5, "perhaps": None, "text": "a", "flag": True, "rows": [{"lo": 1}], "either": None}
 SHAPE = {**KINDS, "rows": [{"lo": int}], "either": ({"name": str}, list, type(None))}

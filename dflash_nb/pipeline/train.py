@@ -36,11 +36,11 @@ from dflash_nb.pipeline.step import accumulate, finish_step
 from dflash_nb.pipeline.summary import RunSummary, summarize, tau_words
 from dflash_nb.pipeline.trackers import Tracker
 from dflash_nb.pipeline.window import WAITING_BATCHES, Pool, Window
-from dflash_nb.planner import state as plan_state
+from dflash_nb.planner.state import SHAPE as POSITION
 from dflash_nb.planner.state import PlanChangedError, PlanState
 from dflash_nb.stored import fault
 
-STATE_SHAPE = {"step": int, "plan": plan_state.SHAPE, "schedule": dict, "data": dict}  # what is needed of a checkpoint's state
+STATE_SHAPE = {"step": int, "plan": POSITION, "schedule": dict, "data": dict}  # what is needed of a checkpoint's state
 SPEED_STEPS = (6, 25)  # after start-up; 20 steps give the mean of a step to a few per cent
 
 
