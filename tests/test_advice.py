@@ -5,6 +5,7 @@ second run is compared with what the first one's advice predicted, a pair of run
 Run alone: python -m pytest tests/test_advice.py
 """
 
+import re
 import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -159,13 +160,26 @@ def test_the_reference_runs_seventh_target_brings_nothing():
     assert rates[5].tokens_per_second == pytest.approx(26_500, rel=0.01)
     assert rates[6].tokens_per_joule == pytest.approx(31_000 / 2100, rel=0.01) and rates[7].tokens_per_joule < rates[6].tokens_per_joule
     text = advice.text()
-    assert "The drafter limits" in text and "6-1 would reach 100% of this rate with 1 target workers fewer" in text
+    assert "The drafter limits" in text and "6-1 would reach 100% of this rate with 1 target worker fewer" in text
     assert "At 300 W a device" in text and "6-1 would on 14.76" in text
     assert {row["topology"]: row["note"] for row in advice.table()} == {
         **{f"{n}-1": "" for n in (1, 2, 3, 4, 5, 8)},
         "6-1": "enough",
         "7-1": "this run",
     }
+
+
+def test_several_drafters_share_the_work_and_one_more_is_offered_where_it_pays():
+    its = stages(target=0.05, drafter=0.4)
+    advice = advise_stages(its, 400 / 5, workers=1, waiting=16, prefetch=8, drafters=2, watts=100)
+    assert advice.limits == "drafter" and advice.busy["drafter"] == pytest.approx(1.0) and advice.table()[0]["topology"] == "1-2"
+    assert "the 2 drafters 100%" in advice.text()
+    assert "One more target worker (2-2) would bring nothing." in advice.text()
+    assert re.search(r"One more drafter \(1-3, engine ray, accumulation a multiple of 3\) would bring 7,\d{3} real tokens/s", advice.text())
+    assert advice.choices[0].tokens_per_joule == pytest.approx(5000 / 300)
+    assert replay(its, 1, 16, 8, drafters=2) == pytest.approx(5000, rel=0.02)
+    full = advise_stages(its, 400 / 20, workers=1, waiting=16, prefetch=8, drafters=8)
+    assert full.limits == "target" and "One more drafter" not in full.text()
 
 
 def test_a_replay_is_the_slowest_stage_alone():

@@ -3,8 +3,10 @@
 Run alone: python -m pytest tests/test_cluster.py
 """
 
+import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +37,42 @@ def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch):
     monkeypatch.setattr(ray, "init", nothing)
     with pytest.raises(ValueError, match=r"the Ray cluster at 'auto' cannot be joined: Could not find any running Ray instance\."):
         connect("auto", 1, {"num_cpus": 1}, 1 << 20)
+
+
+@pytest.fixture
+def not_asked(monkeypatch):
+    """Ray itself is not asked to join or to start anything."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", None)
+
+
+def test_an_address_where_nobody_listens_is_said_at_once(not_asked):
+    """Ray itself would ask there for minutes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"the Ray cluster at '{address}' cannot be joined: .*refused"):
+            connect(address, 1, {"num_cpus": 1}, 1 << 20)
+
+
+@pytest.mark.parametrize("address", ["local", "ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:99999", ":6379", "127.0.0.1:port", "a/b:1"])
+def test_what_is_no_address_is_refused(address, not_asked):
+    with pytest.raises(ValueError, match=rf"ray_address must be auto or host:port, such as .*, not '{address}'"):
+        connect(address, 1, {"num_cpus": 1}, 1 << 20)
+
+
+def test_an_unknown_host_and_another_cluster_than_the_one_that_was_joined_are_refused(not_asked, monkeypatch):
+    with pytest.raises(ValueError, match="ray_address 'no.host.invalid:6379': the host 'no.host.invalid' is not known here"):
+        connect("no.host.invalid:6379", 1, {"num_cpus": 1}, 1 << 20)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    with pytest.raises(ValueError, match=r"has joined the Ray cluster at 127.0.0.1:6379 already, ray_address names '127.0.0.1:6380'"):
+        connect("127.0.0.1:6380", 1, {"num_cpus": 1}, 1 << 20)
+
+
+def test_a_store_larger_than_the_memory_is_refused_before_anything_is_started(not_asked):
+    with pytest.raises(ValueError, match=r"on this machine needs 1,073,741,824 MiB, of its memory [\d,]+ are free: lower q_hs_mb"):
+        connect("", 1, {"num_cpus": 1}, 1 << 50)
 
 
 class Starting:

@@ -157,6 +157,29 @@ def test_resume_lets_harmless_knobs_change_and_names_the_others(started):
     assert "threads" not in text and "epochs" not in text
 
 
+def test_what_papermill_sets_counts_also_where_it_is_the_default(tmp_path):
+    """A run of a cluster goes on without it, and a time limit can be lifted."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    of_the_run = {"topology": "3-1", "time_limit": 0.5, "strategy": "random"}
+    RunLog.create(folder, TrainConfig(dataset=str(tmp_path), **of_the_run)).close()
+    defaults = {name: TrainConfig.__dataclass_fields__[name].default for name in of_the_run}
+    cell = '# Data\ndataset: str = "sample"\ntopology: str = "1-1"\ntime_limit: float = 0\nresume: str = ""'
+
+    def notebook(injected):
+        lines = "".join(f"{name} = {value!r}\n" for name, value in injected.items())
+        return {**defaults, "dataset": "sample", "resume": str(folder), **injected, "In": ["", cell, f"# Parameters\n{lines}"]}
+
+    kept = TrainConfig.from_notebook(notebook({"resume": str(folder)}))
+    assert (kept.topology, kept.time_limit, kept.strategy) == ("3-1", 0.5, "random")
+    lifted = TrainConfig.from_notebook(notebook({"resume": str(folder), "topology": "1-1", "time_limit": 0.0}))
+    for each in (lifted, lifted.resumed()):
+        assert (each.topology, each.time_limit, each.strategy) == ("1-1", 0.0, "random")
+    assert lifted.changes(folder) == {"time_limit": 0.0, "topology": "1-1"}
+    with pytest.raises(ParameterError, match="strategy 'bucketed', not 'random'"):
+        TrainConfig.from_notebook(notebook({"strategy": "bucketed"}))
+
+
 def test_harmless_knobs_exist():
     assert {each.name for each in dataclasses.fields(TrainConfig)} >= HARMLESS
 

@@ -163,5 +163,8 @@ def test_drafters_share_each_step_in_batches_of_like_size(made, tmp_path):
 def test_drafters_that_cannot_share_a_step_are_refused(made, tmp_path):
     with pytest.raises(ValueError, match="1-3: the 3 drafters share the batches of a step, but accumulation 4 is not"):
         prepare_job(settings(made, tmp_path, accumulation=4, engine="ray", topology="1-3"))
+    few = {"max_batch": 60, "token_budget": 600, "buckets": "auto:1"}
+    with pytest.raises(ValueError, match=r"1-9: an epoch has \d batches, too few for 9 drafters; use at most \d, more data, or smaller"):
+        prepare_job(settings(made, tmp_path, accumulation=9, engine="ray", topology="1-9", **few))
     with pytest.raises(ValueError, match="probe: the largest batches are tried with one drafter"):
         prepare_job(settings(made, tmp_path, engine="ray", topology="1-2", probe=True))

@@ -109,6 +109,17 @@ def test_time_is_stamped_and_elapsed_goes_on_after_a_resume(tmp_path):
         assert line["elapsed"] < log.step({**bare, "step": 2})["elapsed"] < line["elapsed"] + 5
 
 
+def test_what_a_resume_changed_holds_until_the_next_one(tmp_path):
+    with RunLog.create(tmp_path, {"topology": "1-1", "q_hs_mb": 256}) as log:
+        log.step(record(1))
+        watched = read_run(tmp_path)
+    for settings in ({"topology": "3-1", "q_hs_mb": 7}, {}, {"topology": "2-1"}):
+        RunLog.open_for_resume(tmp_path, 1, settings).close()
+        watched.refresh()
+        for run in (read_run(tmp_path), watched):
+            assert run.config == {"topology": "1-1", "q_hs_mb": 256} | settings and run.bad_lines == 0
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     with RunLog.create(tmp_path, {}) as log:
         log.step(record(1))

@@ -41,12 +41,12 @@ class Stages:
     drafter_M: np.ndarray
     optimizer_M: np.ndarray
 
-    def busy(self, workers: int) -> dict[str, float]:
+    def busy(self, workers: int, drafters: int = 1) -> dict[str, float]:
         """Seconds that each side needs for all batches if it never waits."""
         return {
             "fetch": float(self.fetch_M.sum()),
             "target": float((self.target_M + self.transfer_M).sum()) / workers,
-            "drafter": float((self.drafter_M + self.optimizer_M).sum()),
+            "drafter": float((self.drafter_M + self.optimizer_M).sum()) / drafters,
         }
 
 
@@ -77,6 +77,7 @@ class Advice:
     without_reading: float
     shared: bool
     sentences: tuple[str, ...]
+    drafters: int = 1
 
     def text(self) -> str:
         """The sentences, one a line."""
@@ -87,7 +88,7 @@ class Advice:
         rows = []
         for each in self.choices:
             row = {
-                "topology": f"{each.workers}-1",
+                "topology": f"{each.workers}-{self.drafters}",
                 "real tokens/s": round(each.tokens_per_second),
                 "targets busy %": round(100 * min(each.target_busy, 1.0)),
                 "drafter busy %": round(100 * min(each.drafter_busy, 1.0)),
@@ -107,13 +108,19 @@ def advise(run: Run, watts: float = 0.0) -> Advice | None:
     """What the run's own log says about its speed; None before it has ten steps. ``watts``: of one device at work, 0 leaves energy out."""
     if len(run) < FEWEST_STEPS:
         return None
-    workers = int(str(run.config.get("topology", "1-1")).partition("-")[0])
+    workers, drafters = _workers(run)
     devices = run.environment.get("devices")
     targets, drafter = (devices.get("targets") or [], devices.get("drafter")) if isinstance(devices, dict) else ([], None)
     stages, seconds = stages_of(run)
     places = max(1, int(min(window_room(run))))
     shared = run.config.get("engine") != "ray" and (not targets or drafter in targets)  # Ray's actors have devices of their own
-    return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared)
+    return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared, drafters)
+
+
+def _workers(run: Run) -> tuple[int, int]:
+    """Target workers and drafters of the run's latest part."""
+    targets, _, drafters = str(run.config.get("topology", "1-1")).partition("-")
+    return int(targets), int(drafters or 1)
 
 
 def window_room(run: Run) -> tuple[int, float]:
@@ -121,7 +128,7 @@ def window_room(run: Run) -> tuple[int, float]:
 
     The smaller one binds. The second is infinite where no batch ever waited or the log holds no limit.
     """
-    workers = int(str(run.config.get("topology", "1-1")).partition("-")[0])
+    workers, _ = _workers(run)
     waiting = run.steps["q_hs"] > 0
     if not waiting.any() or not run.config.get("q_hs_mb"):
         return workers + WAITING_BATCHES, np.inf
@@ -155,16 +162,17 @@ def stages_of(run: Run) -> tuple[Stages, float]:
 
 
 def advise_stages(
-    stages: Stages, seconds: float, workers: int, waiting: int, prefetch: int, watts: float = 0.0, shared: bool = False
+    stages: Stages, seconds: float, workers: int, waiting: int, prefetch: int, watts: float = 0.0, shared: bool = False, drafters: int = 1
 ) -> Advice:
-    """The advice for batches that took ``seconds`` with ``workers``; ``waiting`` places for finished batches, ``prefetch`` for collated."""
+    """The advice for batches that took ``seconds`` with ``workers`` and ``drafters``; ``waiting`` places for finished batches, ``prefetch``
+    for collated."""
     tokens = float(stages.tokens_M.sum())
     rate = tokens / seconds
-    scale = rate / replay(stages, workers, waiting, prefetch)
-    busy = {side: spent / seconds for side, spent in stages.busy(workers).items()}
+    scale = rate / replay(stages, workers, waiting, prefetch, drafters)
+    busy = {side: spent / seconds for side, spent in stages.busy(workers, drafters).items()}
     limits = _limiting(stages, busy)
     most = max(MOST_WORKERS, workers + 2)
-    rates = {n: scale * replay(stages, n, waiting, prefetch) for n in range(1, most + 1)}
+    rates = {n: scale * replay(stages, n, waiting, prefetch, drafters) for n in range(1, most + 1)}
     rates[workers] = rate
     enough = next((n for n in range(1, most) if rates[n + 1] < WORTH * rates[n]), most)
     shown = [workers] if shared else range(1, min(most, max(enough, workers) + 1) + 1)
@@ -173,29 +181,36 @@ def advise_stages(
             n,
             rates[n],
             stages.busy(n)["target"] * rates[n] / tokens,
-            stages.busy(n)["drafter"] * rates[n] / tokens,
-            rates[n] / ((1 if shared else n + 1) * watts) if watts else None,
+            stages.busy(n, drafters)["drafter"] * rates[n] / tokens,
+            rates[n] / ((1 if shared else n + drafters) * watts) if watts else None,
         )
         for n in shown
     )
-    without_reading = scale * replay(replace(stages, fetch_M=np.zeros_like(stages.fetch_M)), workers, waiting, prefetch)
-    sentences = [_which(limits, busy, workers)]
-    sentences += _on_one_device(limits) if shared else _what_to_do(limits, workers, rates, enough, without_reading)
+    without_reading = scale * replay(replace(stages, fetch_M=np.zeros_like(stages.fetch_M)), workers, waiting, prefetch, drafters)
+    more_drafters = scale * replay(stages, workers, waiting, prefetch, drafters + 1)
+    sentences = [_which(limits, busy, workers, drafters)]
+    sentences += _on_one_device(limits) if shared else _what_to_do(limits, workers, drafters, rates, enough, without_reading, more_drafters)
     if watts:
         best = max(choices, key=lambda each: each.tokens_per_joule)
         now = next(each for each in choices if each.workers == workers)
         sentences.append(
             f"At {watts:,.0f} W a device this run trains on {now.tokens_per_joule:.2f} real tokens a joule; "
-            + (f"{best.workers}-1 would on {best.tokens_per_joule:.2f}." if best is not now else "no other topology would on more.")
+            + (
+                f"{best.workers}-{drafters} would on {best.tokens_per_joule:.2f}."
+                if best is not now
+                else "no other topology would on more."
+            )
         )
-    return Advice(limits, busy, workers, rate, choices, enough, without_reading, shared, tuple(sentences))
+    return Advice(limits, busy, workers, rate, choices, enough, without_reading, shared, tuple(sentences), drafters)
 
 
-def replay(stages: Stages, workers: int, waiting: int, prefetch: int) -> float:
-    """Real tokens a second of these batches with ``workers`` target workers, counted from where the pipeline has filled."""
+def replay(stages: Stages, workers: int, waiting: int, prefetch: int, drafters: int = 1) -> float:
+    """Real tokens a second of these batches with ``workers`` target workers, counted from where the pipeline has filled. Several drafters
+    are taken to wait for each other after a batch each; a step of more batches lets them wait less."""
     m = len(stages.tokens_M)
-    pipeline = Pipeline(workers, prefetch, max(waiting, 1 - workers))
-    found = timeline(stages.fetch_M, stages.target_M + stages.transfer_M, stages.drafter_M + stages.optimizer_M, pipeline)
+    pipeline = Pipeline(workers, prefetch, max(waiting, 1 - workers), drafters=drafters)
+    drafter_M = stages.drafter_M + stages.optimizer_M
+    found = timeline(stages.fetch_M, stages.target_M + stages.transfer_M, drafter_M, pipeline, accumulation=drafters)
     first = min(2 * workers, m // 3)
     return float(stages.tokens_M[first:].sum()) / max(found.seconds - (found.done_M[first - 1] if first else 0.0), 1e-9)
 
@@ -209,8 +224,12 @@ def _limiting(stages: Stages, busy: dict[str, float]) -> str:
     return side
 
 
-def _which(limits: str, busy: dict[str, float], workers: int) -> str:
-    who = {"fetch": "reading", "target": "the target worker" if workers == 1 else f"the {workers} target workers", "drafter": "the drafter"}
+def _which(limits: str, busy: dict[str, float], workers: int, drafters: int) -> str:
+    who = {
+        "fetch": "reading",
+        "target": "the target worker" if workers == 1 else f"the {workers} target workers",
+        "drafter": "the drafter" if drafters == 1 else f"the {drafters} drafters",
+    }
     shares = ", ".join(f"{who[side]} {min(share, 1.0):.0%}" for side, share in sorted(busy.items(), key=lambda item: -item[1]))
     return f"{WORDS[limits].capitalize()} limits the speed. Busy: {shares} of the time."
 
@@ -227,15 +246,27 @@ def _on_one_device(limits: str) -> list[str]:
     ]
 
 
-def _what_to_do(limits: str, workers: int, rates: dict[int, float], enough: int, without_reading: float) -> list[str]:
+def _what_to_do(
+    limits: str, workers: int, drafters: int, rates: dict[int, float], enough: int, without_reading: float, more_drafters: float
+) -> list[str]:
     gain = rates[workers + 1] / rates[workers]
-    one_more = f"One more target worker ({workers + 1}-1) would bring {rates[workers + 1]:,.0f} real tokens/s, {gain:.2f} times this run's."
+    brings = f"bring {rates[workers + 1]:,.0f} real tokens/s, {gain:.2f} times this run's" if gain >= WORTH else "bring nothing"
+    one_more = f"One more target worker ({workers + 1}-{drafters}) would {brings}."
     if limits in ("target", "transfer") and gain >= WORTH:
-        return [one_more, f"Target workers pay up to {enough}-1, {rates[enough]:,.0f} real tokens/s; after that another stage limits."]
+        return [
+            one_more,
+            f"Target workers pay up to {enough}-{drafters}, {rates[enough]:,.0f} real tokens/s; after that another stage limits.",
+        ]
     if limits == "fetch":
         return [f"{one_more} Faster storage would bring up to {without_reading:,.0f}, where the next stage limits."]
-    advice = [f"{one_more} Only a cheaper drafter helps: fewer anchors, fewer draft layers."]
+    advice = [f"{one_more} A cheaper drafter helps: fewer anchors, fewer draft layers."]
+    if more_drafters >= WORTH * rates[workers]:
+        advice.append(
+            f"One more drafter ({workers}-{drafters + 1}, engine ray, accumulation a multiple of {drafters + 1}) would bring "
+            f"{more_drafters:,.0f} real tokens/s, {more_drafters / rates[workers]:.2f} times this run's."
+        )
     if enough < workers:
-        same = rates[enough] / rates[workers]
-        advice.append(f"{enough}-1 would reach {same:.0%} of this rate with {workers - enough} target workers fewer.")
+        same, fewer = rates[enough] / rates[workers], workers - enough
+        workers_fewer = f"{fewer} target worker{'s' * (fewer > 1)} fewer"
+        advice.append(f"{enough}-{drafters} would reach {same:.0%} of this rate with {workers_fewer}.")
     return advice

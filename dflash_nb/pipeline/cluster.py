@@ -10,6 +10,7 @@ Ray starts its workers with niceness 15, as guests of a machine. Here they are t
 import logging
 import os
 import re
+import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ray._private import internal_api
 from dflash_nb.pipeline.environment import usable_cores
 
 START_TRIES = 3
+ANSWER_SECONDS = 10  # Ray itself asks an address where nobody answers for minutes
 AGENT_SECONDS = 28  # a node waits so long for its agents instead of 15 s; Ray waits 30 s for the node
 
 
@@ -34,8 +36,16 @@ def connect(address: str, workers: int, options: dict[str, Any], store_bytes: in
     logging.getLogger("ray").setLevel(logging.ERROR)
     resources = {name: options[name] for name in ("num_cpus", "num_gpus") if options.get(name)}
     joined = ray.is_initialized()
+    place = _place(address)
+    if joined and place and place != _place(ray.get_runtime_context().gcs_address):
+        raise ValueError(
+            f"this process has joined the Ray cluster at {ray.get_runtime_context().gcs_address} already, ray_address names {address!r}: "
+            "leave ray_address out, or call ray.shutdown() first"
+        )
     if not joined and address:
         try:
+            if place:
+                socket.create_connection(place, ANSWER_SECONDS).close()
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             problem = one_line(error)
@@ -43,6 +53,7 @@ def connect(address: str, workers: int, options: dict[str, Any], store_bytes: in
                 f"the Ray cluster at {address!r} cannot be joined: {problem} Start Ray there and name its address, or use engine local."
             ) from error
     elif not joined:
+        check_memory(store_bytes)
         cpus, gpus = (int(resources.get(name, 0) * workers) for name in ("num_cpus", "num_gpus"))
         start(max(usable_cores(), cpus), gpus, store_bytes)
     leave = (lambda: None) if joined else ray.shutdown
@@ -52,6 +63,32 @@ def connect(address: str, workers: int, options: dict[str, Any], store_bytes: in
         leave()
         raise
     return leave
+
+
+def _place(address: str) -> tuple[str, int] | None:
+    """Host and port of an address; None for ``auto`` and for none. Raises ValueError for what cannot be joined."""
+    if address in ("", "auto"):
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"ray_address must be auto or host:port, such as 10.0.0.1:6379, not {address!r}; leave it out for a cluster of this machine"
+        )
+    try:
+        return socket.gethostbyname(host), int(port)
+    except OSError as error:
+        raise ValueError(
+            f"ray_address {address!r}: the host {host!r} is not known here ({error}); correct it, or give its number"
+        ) from error
+
+
+def check_memory(store_bytes: int) -> None:
+    """Refuse a cluster of this machine whose object store would not fit into its memory."""
+    if store_bytes > (free := psutil.virtual_memory().available):
+        raise ValueError(
+            f"the object store of a Ray cluster on this machine needs {store_bytes / 2**20:,.0f} MiB, of its memory {free / 2**20:,.0f} "
+            "are free: lower q_hs_mb"
+        )
 
 
 def start(cpus: int, gpus: int, store_bytes: int) -> None:

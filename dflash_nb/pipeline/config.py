@@ -255,8 +255,8 @@ class TrainConfig(NotebookConfig):
     def resumed(self) -> Self:
         """With ``resume``, the configuration of that run, with this one's harmless changes; without, this one.
 
-        A field that holds its default counts as not given. Raises ParameterError for a folder that is no run of ours, and naming every
-        field whose change would make the run another one.
+        A field that holds its default counts as not given, unless papermill's ``-p`` set it. Raises ParameterError for a folder that is no
+        run of ours, and naming every field whose change would make the run another one.
         """
         if not self.resume:
             return self
@@ -264,7 +264,8 @@ class TrainConfig(NotebookConfig):
         changed = {
             each.name: getattr(self, each.name)
             for each in fields(self)
-            if getattr(self, each.name) not in (each.default, getattr(saved, each.name))
+            if (each.name in self.given or getattr(self, each.name) != each.default)
+            and getattr(self, each.name) != getattr(saved, each.name)
         }
         refused = [f"{name} {value!r}, not {getattr(saved, name)!r}" for name, value in changed.items() if name not in HARMLESS]
         if refused:
@@ -272,7 +273,14 @@ class TrainConfig(NotebookConfig):
                 f"resume: {self.resume} was started with other settings. A resumed run keeps its own; leave out {'; '.join(refused)}, "
                 "or start a new run"
             )
-        return replace(self, **{each.name: getattr(saved, each.name) for each in fields(saved)} | changed)
+        found = replace(self, **{each.name: getattr(saved, each.name) for each in fields(saved)} | changed)
+        object.__setattr__(found, "given", frozenset(changed))  # also when it is asked again
+        return found
+
+    def changes(self, folder: Path) -> dict[str, Any]:
+        """The settings of a resumed run that are others than it was started with, those left out that only say what is resumed."""
+        saved = saved_config(folder)
+        return {name: getattr(self, name) for name in sorted(HARMLESS - {"resume", "watch"}) if getattr(self, name) != getattr(saved, name)}
 
 
 def checked_config(config: Any) -> TrainConfig:

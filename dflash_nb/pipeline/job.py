@@ -4,7 +4,7 @@ Everything that can be wrong with data, target, cuts, plan or devices is found h
 sample, about 10 s for 902,087 rows (most of it the scan for token ids that the target does not have).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -196,6 +196,7 @@ def prepare_job(config: TrainConfig) -> Job:
     options |= {"boundaries": buckets.boundaries, "seed": config.seed, "n_supervised": dataset.n_supervised}
     plans = [plan_epoch(dataset.lengths, epoch=epoch, **options) for epoch in announced(range(config.epochs), "planning epochs")]
     _check_blocks(dataset, plans[0], config)
+    _check_share(plans, config)
     steps = optimizer_steps([len(plan) for plan in plans], config.accumulation, config.max_steps)
     tokens = [
         np.add.reduceat(plan.real_tokens, np.arange(0, len(plan), config.accumulation))[:count]
@@ -251,6 +252,16 @@ def _check_tokens(dataset: TokenDataset, info: TargetInfo, mask_token_id: int) -
             f"Prepare it again with --tokenizer {info.name}, or choose the target it was made for"
         )
     dataset.check_vocabulary(info.vocab_size, mask_token_id)
+
+
+def _check_share(plans: Sequence[BatchPlan], config: TrainConfig) -> None:
+    """Refuse an epoch in which a drafter gets no batch."""
+    fewest, drafters = min(len(plan) for plan in plans), config.workers[1]
+    if fewest < drafters:
+        raise PlacementError(
+            f"topology {config.topology}: an epoch has {fewest} batches, too few for {drafters} drafters; use at most {fewest}, more data, "
+            "or smaller batches (token_budget, max_batch)"
+        )
 
 
 def _check_blocks(dataset: TokenDataset, plan: BatchPlan, config: TrainConfig) -> None:

@@ -15,7 +15,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from dflash_nb.errors import PlainError, quiet_end
 from dflash_nb.home import user_path
@@ -30,6 +30,7 @@ ALIASES = {
     "resume_from_checkpoint": "resume", "report_to": "tracker", "seq_len": "max_length", "max_seq_length": "max_length",
 }  # fmt: skip
 NEAREST, FEW = 3, 15  # names to suggest; names that may all be listed
+INJECTED = "# Parameters\n"  # how papermill's cell begins
 INTERACTIVE_NAMES = frozenset({"In", "Out", "exit", "quit"})
 
 
@@ -63,7 +64,12 @@ def option(
 
 @dataclass(frozen=True)
 class Parameters:
-    """Base of a notebook's configuration: every field is checked on construction, whether it comes from a notebook or from code."""
+    """Base of a notebook's configuration: every field is checked on construction, whether it comes from a notebook or from code.
+
+    ``given``: names that papermill's ``-p`` set, also to what they are anyway.
+    """
+
+    given: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         problems = []
@@ -100,7 +106,9 @@ def check_parameters(cls: type[P], namespace: Mapping[str, Any]) -> P:
         lines = [f"unknown parameter {name!r} (given {namespace[name]!r}){_nearest(name, valid, NEAREST)}" for name in unknown]
         rest = f"known: {', '.join(valid)}" if len(valid) <= FEW else "papermill --help-notebook lists them all"
         raise ParameterError("\n".join([*lines, f"Correct or leave out what is unknown; {rest}"]))
-    return cls(**{name: namespace[name] for name in valid if name in namespace})
+    found = cls(**{name: namespace[name] for name in valid if name in namespace})
+    object.__setattr__(found, "given", injected_names(namespace))
+    return found
 
 
 def given_names(namespace: Mapping[str, Any]) -> list[str]:
@@ -116,6 +124,13 @@ def given_names(namespace: Mapping[str, Any]) -> list[str]:
         literal = set().union(*(_literal_names(cell) for cell in cells))
         names = [name for name in names if name in literal]
     return names
+
+
+def injected_names(namespace: Mapping[str, Any]) -> frozenset[str]:
+    """Names that papermill's own cell set; none outside a notebook that papermill runs."""
+    cells = namespace.get("In")
+    injected = [cell for cell in cells if cell.startswith(INJECTED)] if isinstance(cells, list) else []
+    return frozenset().union(*map(_literal_names, injected))
 
 
 def _literal_names(cell: str) -> set[str]:

@@ -292,9 +292,13 @@ def target_pool(job: Job, threads: int, largest_bytes: int) -> RayPool:
 def join(job: Job, threads: int, largest_bytes: int) -> Callable[[], None]:
     """Join or start the cluster of ``job``; returns what leaves it. Raises ValueError where it has no room for its actors or features."""
     config = job.config
-    targets, drafters = config.workers
-    store_bytes = needed_store(config.q_hs_mb << 20, largest_bytes, drafters)
-    return connect(config.ray_address, targets + drafters - 1, actor_options(job.placement.drafter, threads), store_bytes)
+    actors = sum(config.workers) - 1
+    return connect(config.ray_address, actors, actor_options(job.placement.drafter, threads), store_of(job, largest_bytes))
+
+
+def store_of(job: Job, largest_bytes: int) -> int:
+    """Bytes that each object store of the cluster of ``job`` must hold."""
+    return needed_store(job.config.q_hs_mb << 20, largest_bytes, job.config.workers[1])
 
 
 def needed_store(waiting_bytes: int, largest_bytes: int, drafters: int = 1) -> int:

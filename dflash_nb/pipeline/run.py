@@ -78,6 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 _EVENT = {"kind": str, "step": int}
 _EVENTS: dict[str, dict[str, Any]] = {
+    "resume": {"settings": dict | None},
     "dropped": {"first": int, "last": int, "losses": NUMBERS},
     "eval": {
         **dict.fromkeys(("loss", "acceptance", "tau", "tau_low", "tau_high", "tau_repeated", "seconds"), PERHAPS),
@@ -96,7 +97,8 @@ class Run:
 
     ``steps``: columns of n values, named as in ``steps.jsonl``; ``seconds_target`` and so on for the nested ones; ``slot_accuracy``
     is float32 ``[n, B - 1]``. ``batches``: columns of m values, ``at`` is the batch's row in ``steps``, and its sample ids are
-    ``ids[ids_from:ids_to]``. A missing or null number is NaN. ``events`` leaves out what a later resume undid.
+    ``ids[ids_from:ids_to]``. A missing or null number is NaN. ``events`` leaves out what a later resume undid. ``config``: as the run was
+    started, with the settings that its last resume changed.
     """
 
     folder: Path
@@ -111,6 +113,7 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list, repr=False)
     bad_lines: int = 0
     live: bool = False  # a process holds the folder
+    _started: dict[str, Any] = field(default_factory=dict, repr=False)
     _step_tail: "_Tail | None" = field(default=None, repr=False)
     _event_tail: "_Tail | None" = field(default=None, repr=False)
     _columns: "_Columns | None" = field(default=None, repr=False)
@@ -161,7 +164,7 @@ class Run:
         before = len(self)
         if self._step_tail.was_cut() or self._event_tail.was_cut():
             self._step_tail, self._event_tail, self._columns = _Tail(self._step_tail.path), _Tail(self._event_tail.path), _Columns()
-            self.events, self.bad_lines, before = [], 0, 0
+            self.events, self.config, self.bad_lines, before = [], self._started, 0, 0
         for block, share in self._step_tail.blocks():
             table, bad = _parse(block)
             self.bad_lines += bad
@@ -178,13 +181,14 @@ class Run:
             except (ValueError, RecursionError):
                 self.bad_lines += 1
                 continue
-            if fault(event, _EVENT) or fault(event, _EVENTS.get(event["kind"], {})):
+            if fault(event, _EVENT) or fault(event, _EVENTS.get(event["kind"], {})) or damaged_setting(event.get("settings") or {}):
                 self.bad_lines += 1
                 continue
             kind, step = event["kind"], event["step"]
             if kind == "resume":
                 stay = ("dropped", "warning", "retry", "worker", "interrupt")
                 self.events = [e for e in self.events if e["step"] <= step or e["kind"] in stay]
+                self.config = {**self._started, **(event.get("settings") or {})}
             self.events.append(event)
 
 
@@ -198,6 +202,7 @@ def read_run(folder: str | Path) -> Run:
     if not (folder / "config.json").is_file() and not (folder / "steps.jsonl").is_file():
         raise RunError(f"{folder} is not a run folder: it holds neither config.json nor steps.jsonl")
     run = Run(folder, config=_read_json(folder / "config.json") or {}, environment=_read_json(folder / "environment.json") or {})
+    run._started = run.config
     run._step_tail, run._event_tail, run._columns = _Tail(folder / "steps.jsonl"), _Tail(folder / "events.jsonl"), _Columns()
     run.refresh()
     return run

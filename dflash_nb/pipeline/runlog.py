@@ -119,8 +119,9 @@ class RunLog:
         return log
 
     @classmethod
-    def open_for_resume(cls, folder: Path, step: int) -> Self:
-        """Continue a run's log after ``step``, the step of the checkpoint that is loaded (0: from the beginning).
+    def open_for_resume(cls, folder: Path, step: int, settings: dict[str, Any] | None = None) -> Self:
+        """Continue a run's log after ``step``, the step of the checkpoint that is loaded (0: from the beginning), with the ``settings``
+        that are others than in its ``config.json``.
 
         Later lines are cut off and kept as a ``dropped`` event, a half-written line goes, the old summary goes, and ``resume`` is
         noted with what changed in the environment. Raises RunError when another process holds the run.
@@ -144,7 +145,7 @@ class RunLog:
             status = (readable(folder / "summary.json") or {}).get("status") or "unfinished"
             before, now = (readable(folder / "environment.json") or {}).get("versions") or {}, describe_environment()["versions"]
             changed = {name: [before.get(name), now.get(name)] for name in sorted({*before, *now}) if before.get(name) != now.get(name)}
-            log.event("resume", after=status, dropped=len(dropped), versions_changed=changed)
+            log.event("resume", after=status, dropped=len(dropped), versions_changed=changed, settings=settings or {})
             (folder / "summary.json").unlink(missing_ok=True)  # last, so that it outlives a resume for which there is no room
             on_error.pop_all()
         return log

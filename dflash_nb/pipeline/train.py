@@ -115,7 +115,7 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
             if problem := fault(start[1], STATE_SHAPE):
                 raise CheckpointError(f"{start[0] / STATE} {problem}. Remove {start[0]} to continue from the checkpoint before it")
             _check_same_run(job, start[1])
-        log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0)
+        log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0, config.changes(folder))
     else:
         folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
         log = RunLog.create(folder, config, environment)

@@ -22,14 +22,17 @@ def cluster(job: Job, token_bytes: int) -> Finding:
     import ray
 
     from dflash_nb.pipeline import ray as on_ray
+    from dflash_nb.pipeline.cluster import check_memory
 
     threads = intra_op_threads(job.config.threads, job.config.workers[0])
     actors = sum(job.config.workers) - 1
+    largest_bytes = max(plan["most_tokens"] for plan in job.plans) * token_bytes
     if not job.config.ray_address and not ray.is_initialized():
+        check_memory(on_ray.store_of(job, largest_bytes))
         cores = usable_cores()
         evidence = f"one of this machine will be started: {actors} actors with {threads} CPU threads each, {cores} cores"
         return ok(evidence) if job.placement.drafter.type != "cpu" or actors * threads <= cores else look(evidence, "use fewer workers")
-    leave = on_ray.join(job, threads, max(plan["most_tokens"] for plan in job.plans) * token_bytes)
+    leave = on_ray.join(job, threads, largest_bytes)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         store = min(node["Resources"].get("object_store_memory", 0) for node in nodes)
