@@ -3,8 +3,9 @@
     python benchmarks/memory.py [--json build/memory.json] [name ...]
 
 Predicted: ``pipeline.memory`` on the checked run, before a model is loaded. Measured: the process's peak resident memory from there to
-the end of training, evaluation and export included. The allocator's slack was fitted on the first eight runs
-and on none of the other six, which differ in context, anchors, layers and vocabulary.
+the end of training, evaluation and export included; the largest batch of each bucket is run first (``probe``), since a few steps need not
+meet the batch that the prediction is for. The allocator's slack was fitted on the first eight runs and on none of the other six, which
+differ in context, anchors, layers and vocabulary.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def measure(name: str, folder: Path) -> tuple[float, float]:
     from dflash_nb.pipeline.memory import predict_job
     from dflash_nb.pipeline.train import train
 
-    small = {"eval_rows": 4, "eval_prompts": 1, "eval_tokens": 8, "device": "cpu", "log_every": 60}
+    small = {"probe": True, "eval_rows": 4, "eval_prompts": 1, "eval_tokens": 8, "device": "cpu", "log_every": 60}
     config = TrainConfig(**{**small, **source, "runs_dir": str(folder / "runs"), **changes})
     predicted = predict_job(prepare_job(config)).total("cpu")
     Path("/proc/self/clear_refs").write_text("5")  # peak := now

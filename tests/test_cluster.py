@@ -62,7 +62,7 @@ def test_what_is_no_address_is_refused(address, not_asked):
 
 
 def test_an_unknown_host_and_another_cluster_than_the_one_that_was_joined_are_refused(not_asked, monkeypatch):
-    with pytest.raises(ValueError, match="ray_address 'no.host.invalid:6379': the host 'no.host.invalid' is not known here"):
+    with pytest.raises(ValueError, match=r"ray_address 'no.host.invalid:6379': the host 'no.host.invalid' is not known here"):
         connect("no.host.invalid:6379", 1, {"num_cpus": 1}, 1 << 20)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))

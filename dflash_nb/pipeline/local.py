@@ -52,7 +52,9 @@ def place(device: str, targets: int, drafters: int = 1) -> Placement:
     Raises PlacementError with a topology that this machine has room for.
     """
     if drafters != 1:
-        raise PlacementError(f"topology {targets}-{drafters}: threads on one machine train one drafter; use {targets}-1")
+        raise PlacementError(
+            f"topology {targets}-{drafters}: threads on one machine train one drafter; use {targets}-1, or engine ray for more"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -2,8 +2,8 @@
 
 Weights are counted exactly (the target's class is built without storage); activations by formulas that follow the code: what the
 backward pass keeps, and the largest temporary on top of it. On a CPU, where target and drafter work at the same time, the largest
-moments of both are added. Predicted / measured peaks of ``benchmarks/memory.py``: 0.96 to 1.13 over the eight runs that the slack was
-fitted on, 0.94, 1.11, 1.18 and 1.19 over four others.
+moments of both are added. Predicted / measured peaks of ``benchmarks/memory.py``, largest batches included: 0.87 to 1.10 over the eight
+runs that the slack was fitted on, 0.89 to 1.03 over six others.
 
 Shapes: N real tokens, P padded tokens, M drafted slots (blocks x block size), T longest row, E hidden, I MLP width, Q and G width of all
 query and of all key/value heads.
