@@ -52,6 +52,15 @@ def test_worst_batches_by_tokens_memory_and_slots():
     assert worst[0]["shortest"] == LENGTHS[worst[0]["sample_ids"]].min()
 
 
+def test_of_batches_with_as_many_slots_the_longest_is_the_worst():
+    """Full batches of short rows draft as many slots as full ones of long rows, and by the assumed model need as much memory."""
+    lengths = np.repeat([20, 24, 28, 200], 64)
+    plan = plan_epoch(lengths, "bucketed", boundaries=(0, 21, 25, 29, 201), token_budget=8192, max_batch=32, slots_per_row=512)
+    worst = worst_batches(plan, lengths, k=1)
+    assert {row["by"]: (row["rows"], row["padded_length"]) for row in worst} == dict.fromkeys(("tokens", "memory", "slots"), (32, 200))
+    assert plan.padded_lengths[probe_order(plan)].tolist() == [200, 28, 24, 20]
+
+
 def test_the_worst_batch_of_every_bucket_is_probed_largest_first_icefall():
     plan = plan_epoch(LENGTHS, "bucketed", REFERENCE_BOUNDARIES)
     memory = CostModel().memory_bytes(plan.rows, plan.padded_lengths)

@@ -89,23 +89,27 @@ def worst_batches(plan: BatchPlan, lengths: np.ndarray, k: int = 3, cost: CostMo
     """The ``k`` largest batches by computed tokens, by memory and by drafted slots: what to try before a long run.
 
     Memory is modelled (``CostModel.memory_bytes``, assumed unless measured); slots count the plan's ``slots_per_row`` for each row,
-    or the cost model's where the plan has none.
+    or the cost model's where the plan has none. Of batches that are equally large, the one with most computed tokens comes first.
     """
     whole("k", k)
     cost = (cost or CostModel()).for_plan(plan)
     return [
         {"by": by} | _shape(plan, int(index), lengths, cost)
         for by, size in _sizes(plan, cost).items()
-        for index in np.argsort(-size, kind="stable")[:k]
+        for index in _largest_first(plan, size)[:k]
     ]
 
 
 def probe_order(plan: BatchPlan, cost: CostModel | None = None) -> np.ndarray:
     """The batch of each bucket that needs most memory, the largest first: run these first and an overflow shows in the first minute."""
-    memory = _sizes(plan, (cost or CostModel()).for_plan(plan))["memory"]
-    largest_first = np.argsort(-memory, kind="stable")
+    largest_first = _largest_first(plan, _sizes(plan, (cost or CostModel()).for_plan(plan))["memory"])
     _, first = np.unique(plan.bucket_ids[largest_first], return_index=True)
     return largest_first[np.sort(first)]
+
+
+def _largest_first(plan: BatchPlan, size: np.ndarray) -> np.ndarray:
+    """Batches by falling ``size``, equal ones by falling computed tokens: full batches of short rows all draft as many slots."""
+    return np.lexsort((-plan.padded_tokens, -size))
 
 
 def _sizes(plan: BatchPlan, cost: CostModel) -> dict[str, np.ndarray]:
