@@ -6,6 +6,7 @@ import pytest
 
 from dflash_nb.analysis.experiment import SHIPPED, ExperimentError, learning_rows, read_experiment, speed_rows
 from dflash_nb.analysis.plots import padding
+from dflash_nb.analysis.plots.style import percent
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -20,6 +21,9 @@ def test_shipped_results_are_whole_and_drawn(name):
     assert bars == pytest.approx({row["strategy"]: row["measured_ratio"] for row in rows})
     [auto] = [row["measured_ratio"] for row in rows if row["strategy"] == "bucketed auto"]
     assert f"auto buckets have {auto:.2f} times the speed of sorted batches" in plot.finding
+    diamonds = [line.get_xdata()[0] for line in axis.lines if line.get_marker() == "D"]
+    apart = max(abs(diamond / bar - 1) for diamond, bar in zip(diamonds, bars.values(), strict=True))
+    assert plot.finding.endswith(f"predictions are off by {percent(apart)} at most"), "diamonds against their bars"
 
 
 def test_learning_is_shown_where_it_was_measured():
