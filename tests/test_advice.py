@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from runs import Recipe, write_run
 
-from dflash_nb.pipeline.advice import Stages, advise, advise_stages, replay
+from dflash_nb.pipeline.advice import Stages, advise, advise_stages, on_one_device, replay
 from dflash_nb.pipeline.config import TrainConfig
 from dflash_nb.pipeline.local import LocalPool
 from dflash_nb.pipeline.prefetch import Prefetcher
+from dflash_nb.pipeline.run import Run
 from dflash_nb.pipeline.runlog import RunLog, read_run
 from dflash_nb.pipeline.window import WAITING_BATCHES, Window
 
@@ -200,6 +201,21 @@ def test_on_one_device_no_worker_is_promised(tmp_path):
     advice = advise(read_run(write_run(tmp_path / "run", recipe)), watts=100)
     assert advice.shared and "brings nothing here" in advice.text() and len(advice.table()) == 1
     assert advice.choices[0].tokens_per_joule == pytest.approx(advice.tokens_per_second / 100), "one device, one bill"
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "drafter", "shared"),
+    [
+        ({}, ["cpu", "cpu"], "cpu", True),
+        ({}, ["cuda:0"], "cuda:1", False),
+        ({}, ["cuda:0"], "cuda:0", True),
+        ({"engine": "ray"}, ["cpu", "cpu"], "cpu", True),
+        ({"engine": "ray", "ray_address": "auto"}, ["cpu", "cpu"], "cpu", False),
+        ({"engine": "ray"}, ["cuda:0", "cuda:0"], "cuda:0", False),
+    ],
+)
+def test_who_shares_a_device_is_known_from_the_run(tmp_path, config, targets, drafter, shared):
+    assert on_one_device(Run(tmp_path, config=config, environment={"devices": {"targets": targets, "drafter": drafter}})) is shared
 
 
 def test_too_short_a_run_gets_none(tmp_path):

@@ -109,12 +109,19 @@ def advise(run: Run, watts: float = 0.0) -> Advice | None:
     if len(run) < FEWEST_STEPS:
         return None
     workers, drafters = _workers(run)
-    devices = run.environment.get("devices")
-    targets, drafter = (devices.get("targets") or [], devices.get("drafter")) if isinstance(devices, dict) else ([], None)
     stages, seconds = stages_of(run)
     places = max(1, int(min(window_room(run))))
-    shared = run.config.get("engine") != "ray" and (not targets or drafter in targets)  # Ray's actors have devices of their own
-    return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, shared, drafters)
+    return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, on_one_device(run), drafters)
+
+
+def on_one_device(run: Run) -> bool:
+    """Whether target and drafter work on one device. Ray's actors have devices of their own, except on the CPUs of a machine of which Ray
+    makes a cluster for the run; whether the nodes of a cluster that was there are machines is not known."""
+    devices = run.environment.get("devices")
+    targets, drafter = (devices.get("targets") or [], devices.get("drafter")) if isinstance(devices, dict) else ([], None)
+    if run.config.get("engine") == "ray":
+        return drafter == "cpu" and not run.config.get("ray_address")
+    return not targets or drafter in targets
 
 
 def _workers(run: Run) -> tuple[int, int]:
