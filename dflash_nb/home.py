@@ -5,6 +5,7 @@ gives the same result from the repository root, from ``notebooks/`` and from any
 """
 
 import difflib
+import errno
 import itertools
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_nb.errors import DiskError, full_disk
+from dflash_nb.errors import DiskError, NotFoundError, full_disk
 
 PACKAGE = Path(__file__).resolve().parent
 MOST_ENTRIES = 10_000  # of a folder that are compared with a missing name: 0.15 s
@@ -22,7 +23,7 @@ MOST_ENTRIES = 10_000  # of a folder that are compared with a missing name: 0.15
 def project_root() -> Path:
     """``DFLASH_HOME`` if set, else the checkout that holds this package, else ``~/.local/share/dflash_nb``."""
     if home := os.environ.get("DFLASH_HOME"):
-        return Path(home).expanduser().resolve()
+        return user_path(home).resolve()
     checkout = PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return checkout
@@ -32,7 +33,7 @@ def project_root() -> Path:
 def cache_dir() -> Path:
     """``DFLASH_CACHE`` if set, else ``.cache`` in the project root. Everything in it can be made again."""
     if cache := os.environ.get("DFLASH_CACHE"):
-        return Path(cache).expanduser().resolve()
+        return user_path(cache).resolve()
     return project_root() / ".cache"
 
 
@@ -47,8 +48,27 @@ def asset(name: str) -> Path:
 
 
 def user_path(text: str | os.PathLike[str]) -> Path:
-    """A path that a user typed: ``~`` is expanded, a relative path counts from the current folder."""
-    return Path(text).expanduser().absolute()
+    """A path that a user typed: ``~`` is expanded, a relative path counts from the current folder.
+
+    Raises NotFoundError for a ``~name`` of which no home folder is known.
+    """
+    path = Path(text)
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise NotFoundError(
+            f"{path}: no home folder is known for {path.parts[0]}. Write the path out"
+        ) from None
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether something lies at ``path``. Nothing lies where a name is longer than the file system takes (255 bytes as a rule)."""
+    try:
+        return Path(path).exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def did_you_mean(missing: str | os.PathLike[str], names: Iterable[str] = (), beside: Path | None = None) -> str:
@@ -57,7 +77,10 @@ def did_you_mean(missing: str | os.PathLike[str], names: Iterable[str] = (), bes
     Compared are ``names`` (such as ``sample``), then what lies where the path stops to exist, part by part, so that ``dta/chat`` finds
     ``data/chats``; then what lies in the folder ``beside``. Suffixes count only between names that are alike without them.
     """
-    path = user_path(missing)
+    try:
+        path = user_path(missing)
+    except NotFoundError:
+        return ""
     known = _nearest(str(missing), names) if Path(missing).name == str(missing) else None
     found = known or _nearest_path(path) or (_nearest_path(beside / path.name) if beside is not None else None)
     return f" Did you mean {found}?" if found and found != path else ""
@@ -68,7 +91,7 @@ def _nearest_path(path: Path) -> Path | None:
     place = Path(path.anchor)
     try:
         for part in path.parts[1:]:
-            if not (place / part).exists():
+            if not exists(place / part):
                 hidden = part.startswith(".")
                 entries = (entry.name for entry in place.iterdir() if hidden or not entry.name.startswith("."))
                 near = _nearest(part, itertools.islice(entries, MOST_ENTRIES))

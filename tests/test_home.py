@@ -252,3 +252,59 @@ def test_a_path_that_is_not_there_is_answered_with_the_nearest_that_is(places, p
     call, near = by_parameter()[parameter]
     with pytest.raises((PlainError, FileNotFoundError), match=rf" Did you mean (/\S+/)?{re.escape(near)}\?"):
         call()
+
+
+def by_call():
+    """Every call that takes a path as text."""
+    from dflash_nb.analysis.experiment import read_experiment
+    from dflash_nb.data.lengths import read_lengths
+    from dflash_nb.data.prepare import prepare_chats
+    from dflash_nb.data.source import dataset_path, find_source
+    from dflash_nb.data.tokenization import load_tokenizer
+    from dflash_nb.model.export import load_drafter
+    from dflash_nb.model.target_info import read_target_info
+    from dflash_nb.pipeline.config import TrainConfig
+    from dflash_nb.pipeline.measured import find_cost, run_speeds, writable
+    from dflash_nb.pipeline.run import read_run
+    from dflash_nb.pipeline.runlog import new_run_folder
+    from dflash_nb.planner.bucket_plan import BucketPlan
+    from dflash_nb.planner.buckets import read_spec
+    from dflash_nb.planner.cost import CostModel
+
+    return {
+        "dataset": lambda text: TrainConfig(dataset=text).describe(),
+        "target": lambda text: TrainConfig(target=text).describe(),
+        "buckets": lambda text: TrainConfig(buckets=text),
+        "resume": lambda text: TrainConfig(resume=text).resumed(),
+        "watch": lambda text: read_run(TrainConfig(watch=text).watch),
+        "runs_dir": lambda text: new_run_folder(TrainConfig(runs_dir=text).runs_folder, "name"),
+        "dataset_path": dataset_path,
+        "find_source": find_source,
+        "read_lengths": read_lengths,
+        "prepare_chats": lambda text: prepare_chats(text, "out", tokenizer="sample"),
+        "load_tokenizer": load_tokenizer,
+        "load_drafter": load_drafter,
+        "read_target_info": read_target_info,
+        "find_cost": find_cost,
+        "run_speeds": lambda text: run_speeds([text], CostModel()),
+        "writable": lambda text: writable(Path(text, text)),
+        "read_run": read_run,
+        "BucketPlan.load": BucketPlan.load,
+        "read_spec": read_spec,
+        "read_experiment": read_experiment,
+    }
+
+
+@pytest.mark.parametrize("call", list(by_call()))
+@pytest.mark.parametrize("text", ["n" * 300, "folder/" + "n" * 300 + ".json", "~nobody_here/x", "~nobody_here"])
+def test_a_path_that_the_system_refuses_is_answered_in_a_sentence(places, call, text):
+    """Names longer than a file system takes, and the homes of users that there are not."""
+    with pytest.raises((PlainError, FileNotFoundError), match=re.escape(text[:40])):
+        by_call()[call](text)
+
+
+def test_many_edges_are_taken_in_either_form():
+    from dflash_nb.pipeline.config import TrainConfig
+
+    edges = list(range(2, 900, 2))
+    assert TrainConfig(buckets=edges).buckets == TrainConfig(buckets=",".join(map(str, edges))).buckets == ",".join(map(str, edges))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_nb.data.source import DatasetError
 from dflash_nb.errors import NotFoundError
-from dflash_nb.home import did_you_mean, user_path
+from dflash_nb.home import did_you_mean, exists, user_path
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def record_files(source: str | os.PathLike[str]) -> list[Path]:
     if not str(source):
         raise DatasetError("source: no name was given. Name a .jsonl file or a folder of them; the current folder is '.'.")
     path = user_path(source)
-    if not path.exists():
+    if not exists(path):
         raise NotFoundError(f"{path} does not exist. Name a .jsonl file or a folder of them.{did_you_mean(path)}")
     if path.is_file():
         return [path]

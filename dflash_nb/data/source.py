@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_nb.errors import NotFoundError, PlainError
-from dflash_nb.home import cache_dir, did_you_mean, user_path
+from dflash_nb.home import cache_dir, did_you_mean, exists, user_path
 from dflash_nb.stored import fault
 
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
@@ -58,7 +58,7 @@ def dataset_path(name: str | os.PathLike[str]) -> Path:
     if str(name) == "reference":
         raise DatasetError("'reference' is a distribution of lengths without tokens: it can be planned with, not trained on. Use 'sample'.")
     path = user_path(name)
-    if path.exists():
+    if exists(path):
         return path
     prepared = sorted(str(p.parent) for p in cache_dir().glob("*/dataset.json"))
     raise NotFoundError(
@@ -76,7 +76,7 @@ def find_source(source: str | os.PathLike[str], split: str = "train") -> Source:
     """
     if split not in ("train", "heldout"):
         raise DatasetError(f"split {split!r}: choose 'train' or 'heldout'.")
-    if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not user_path(source).exists():
+    if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not exists(user_path(source)):
         return _hub_source(source, split)
     path = dataset_path(source)
     if path.is_file():

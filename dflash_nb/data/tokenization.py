@@ -12,7 +12,7 @@ import numpy as np
 from dflash_nb.data.chats import Text
 from dflash_nb.data.source import DatasetError
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
-from dflash_nb.home import asset, cache_dir, did_you_mean, user_path
+from dflash_nb.home import asset, cache_dir, did_you_mean, exists, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,12 +28,13 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
     folder = {"sample": asset("sample_target"), "smollm2": cache_dir() / "smollm2"}.get(name, user_path(name))
-    if name == "smollm2" and not folder.is_dir():
+    here = exists(folder) and folder.is_dir()
+    if name == "smollm2" and not here:
         raise FileNotFoundError(f"tokenizer 'smollm2': {folder} does not exist. Fetch it once with: make smollm2")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder if here else name, local_files_only=True)
     except Exception as error:  # tokenizers raises the bare class for a file that it cannot parse
-        if any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        if here and any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise DatasetError(
                 f"tokenizer {name!r}: {folder} cannot be loaded ({reason[0]}). Copy or download the folder again."

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from dflash_nb.home import user_path
+from dflash_nb.home import exists, user_path
 
 SCHEMA = pa.schema(
     {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "seq_len": pa.int32(), "n_supervised": pa.int32()}
@@ -65,9 +65,9 @@ class DatasetWriter:
 def free_folder(out: str | os.PathLike[str], overwrite: bool) -> Path:
     """The path of a dataset folder that may be written. Raises FileExistsError where something else stands there."""
     folder = user_path(out)
-    if blocked := [parent for parent in folder.parents if parent.exists() and not parent.is_dir()]:
+    if blocked := [parent for parent in folder.parents if exists(parent) and not parent.is_dir()]:
         raise FileExistsError(f"{blocked[0]} is a file, so {folder} cannot be made below it. Name another folder.")
-    if folder.exists():
+    if exists(folder):
         if not overwrite:
             raise FileExistsError(f"{folder} exists. Name another folder, or replace it with --overwrite.")
         if not (folder / "dataset.json").is_file():

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_nb.errors import PlainError
-from dflash_nb.home import did_you_mean, write_aside
+from dflash_nb.home import did_you_mean, exists, write_aside
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.target_info import TargetInfo, default_layer_ids
 from dflash_nb.stored import PERHAPS, fault
@@ -200,7 +200,7 @@ def read_checkpoint_config(folder: Path) -> dict:
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        near = "" if folder.is_dir() else did_you_mean(folder)
+        near = "" if exists(folder) else did_you_mean(folder)
         raise ExportError(f"{file} cannot be read: {error}.{near or ' Name the folder of an exported drafter.'}") from error
     if not isinstance(written, dict):
         raise ExportError(f"{file} holds a {type(written).__name__}, not an object. Copy it again from where it was published.")

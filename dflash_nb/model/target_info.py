@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.errors import PlainError
-from dflash_nb.home import asset, cache_dir, did_you_mean, user_path
+from dflash_nb.home import asset, cache_dir, did_you_mean, exists, user_path
 
 GROWING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -81,7 +81,7 @@ def resolve_target(name: str | Path) -> Path:
     if str(name) == "smollm2":
         return _with_config(cache_dir() / "smollm2", "make it with `make smollm2`")
     folder = user_path(name)
-    if folder.exists():
+    if exists(folder):
         return _with_config(folder, "name a folder saved by save_pretrained")
     if str(name).count("/") == 1 and not str(name).startswith((".", "~", "/")):
         from huggingface_hub import snapshot_download

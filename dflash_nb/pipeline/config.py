@@ -305,9 +305,11 @@ def saved_config(folder: Path) -> TrainConfig:
     """The configuration that a run folder was made with. Raises ParameterError when it holds none that this version can read."""
     path = folder / "config.json"
     try:
+        if not home.exists(path):
+            raise FileNotFoundError
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        near = "" if folder.is_dir() else home.did_you_mean(folder, beside=home.runs_dir())
+        near = "" if home.exists(folder) else home.did_you_mean(folder, beside=home.runs_dir())
         raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json.{near}") from None
     except (OSError, ValueError) as problem:
         raise ParameterError(f"resume: {path} is not readable: {problem}. Copy the run folder again") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_nb.home import exists
 from dflash_nb.pipeline.run import Run, RunError, read_run
 from dflash_nb.planner.cost import CostError, CostModel
 from dflash_nb.planner.fit import STAGES, Measured, fit_cost, largest_terms
@@ -138,9 +139,9 @@ def find_cost(place: str | Path) -> CostModel:
     if not str(place):
         return CostModel()
     path = Path(place)
-    if path.is_file():
+    if exists(path) and path.is_file():
         return CostModel.load(path)
-    if (path / COST_FILE).is_file():
+    if exists(path / COST_FILE):
         return CostModel.load(path / COST_FILE)
     try:
         return fit_run(read_run(path))
@@ -190,10 +191,9 @@ def report(cost: CostModel, measured: Measured) -> str:
 
 def writable(out: Path) -> Path:
     """``out``, if a file can be written there. Raises CostError before anything is measured for it."""
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise CostError(
-            f"--out: {out} is {'a folder' if out.is_dir() else 'in no folder'}; give the path of a file in a folder that exists"
-        )
+    folder = exists(out) and out.is_dir()
+    if folder or not exists(out.absolute().parent / "."):
+        raise CostError(f"--out: {out} is {'a folder' if folder else 'in no folder'}; give the path of a file in a folder that exists")
     return out
 
 

@@ -14,11 +14,10 @@ import os
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
-from dflash_nb.errors import PlainError, quiet_end
-from dflash_nb.home import user_path
+from dflash_nb.errors import NotFoundError, PlainError, quiet_end
+from dflash_nb.home import exists, user_path
 
 PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 # What other trainers call them.
@@ -217,8 +216,11 @@ def _text(each: Field, value: Any) -> str:
         raise _refused(each, value)
     text = str(value).strip()
     always, wanted = each.metadata["path"] == "always", each.metadata["path"]
-    if text and text not in each.metadata["names"] and wanted and (always or text[0] in "./~" or Path(text).exists()):
-        return str(user_path(text))
+    if text and text not in each.metadata["names"] and wanted and (always or text[0] in "./~" or exists(text)):
+        try:
+            return str(user_path(text))
+        except NotFoundError as problem:
+            raise ParameterError(f"{each.name}: {problem}") from None
     return text
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from dflash_nb.errors import PlainError
-from dflash_nb.home import did_you_mean, runs_dir
+from dflash_nb.home import did_you_mean, exists, runs_dir
 from dflash_nb.pipeline.config import damaged_setting
 from dflash_nb.pipeline.lock import is_locked
 from dflash_nb.stored import PERHAPS, fault
@@ -195,7 +195,7 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read a run folder, whatever state it is in. Raises RunError when ``folder`` is not one."""
     folder = Path(folder)
-    if not folder.exists():
+    if not exists(folder):
         raise RunError(f"{folder} does not exist; name a run folder or a CSV export.{did_you_mean(folder, beside=runs_dir())}")
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder; name a run folder, which holds config.json and steps.jsonl")

@@ -228,8 +228,9 @@ class RunLog:
 def _never_began(folder: Path) -> bool:
     """Whether the run in ``folder`` was killed before its first step: no process holds it, and there is no step and no checkpoint."""
     steps = folder / "steps.jsonl"
-    empty = not steps.exists() or steps.stat().st_size == 0
-    return (folder / "config.json").exists() and empty and not (folder / "checkpoints").exists() and not lock.is_locked(folder)
+    if not home.exists(folder / "config.json") or (folder / "checkpoints").exists():
+        return False
+    return (not steps.exists() or steps.stat().st_size == 0) and not lock.is_locked(folder)
 
 
 def _clear(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_nb.errors import NotFoundError
-from dflash_nb.home import did_you_mean, write_aside
+from dflash_nb.home import did_you_mean, exists, write_aside
 from dflash_nb.planner.limits import BucketError
 from dflash_nb.stored import NUMBER, fault
 
@@ -130,7 +130,7 @@ class BucketPlan:
             BucketError: the file is not a bucket plan; it names the file.
             FileNotFoundError: it does not exist.
         """
-        if not Path(path).exists():
+        if not exists(path):
             raise NotFoundError(f"{path} does not exist. Name the buckets.json that notebook 01 wrote.{did_you_mean(path)}")
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))

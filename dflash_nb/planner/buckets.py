@@ -18,7 +18,7 @@ import numpy as np
 
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.errors import NotFoundError
-from dflash_nb.home import did_you_mean, user_path
+from dflash_nb.home import did_you_mean, exists, user_path
 from dflash_nb.planner.bucket_plan import BucketPlan, BucketRow
 from dflash_nb.planner.cuts import RULE, Cuts, auto_cuts, best_cuts
 from dflash_nb.planner.edges import REFERENCE_BOUNDARIES, bucket_of, check_reach, full_boundaries, increasing
@@ -200,7 +200,7 @@ def read_spec(spec: Any) -> Asked:
 
 
 def _saved(path: Path) -> tuple[int, ...]:
-    if not path.exists():
+    if not exists(path):
         raise NotFoundError(
             f"buckets: {path} does not exist. Name the buckets.json that notebook 01 wrote, or another of {ALLOWED}.{did_you_mean(path)}"
         )
