@@ -56,9 +56,7 @@ def user_path(text: str | os.PathLike[str]) -> Path:
     try:
         return path.expanduser().absolute()
     except RuntimeError:
-        raise NotFoundError(
-            f"{path}: no home folder is known for {path.parts[0]}. Write the path out"
-        ) from None
+        raise NotFoundError(f"{path}: no home folder is known for {path.parts[0]}. Write the path out") from None
 
 
 def exists(path: str | os.PathLike[str]) -> bool:

@@ -3,14 +3,17 @@
 Run alone: python -m pytest tests/test_resume.py
 """
 
+import hashlib
 import json
 import shutil
 
 import pytest
+import torch
 from tiny_runs import save_target, tiny_config, write_dataset
+from tiny_targets import MASK_TOKEN
 
 from dflash_nb.pipeline.checkpoint import CheckpointError
-from dflash_nb.pipeline.config import TrainConfig
+from dflash_nb.pipeline.config import HARMLESS, PLACES, TrainConfig
 from dflash_nb.pipeline.runlog import RunError, read_run
 from dflash_nb.pipeline.train import train
 
@@ -123,3 +126,118 @@ def test_a_runs_dir_that_is_a_file_is_named(made, tmp_path):
         train(tiny_config(made["dataset"], made["target"], tmp_path / "runs", run_name="name"))
     with pytest.raises(RunError, match="cannot be made: Not a directory"):
         train(tiny_config(made["dataset"], made["target"], tmp_path / "runs"))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(run, match):
+    """The run is refused with ``match``, and nothing in its folder is touched."""
+    before = contents(run)
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        train(TrainConfig(resume=str(run)))
+    after = contents(run)
+    assert {path: after[path] for path in before} == before and {path.name for path in after.keys() - before.keys()} <= {".lock"}
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def agree(checkpoint):
+    """Write the manifest again."""
+    names = ("weights.safetensors", "optimizer.pt", "state.json")
+    facts = {name: (checkpoint / name).read_bytes() for name in names}
+    manifest = {name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in facts.items()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+OTHER = {
+    "heldout_rows": 5, "strategy": "random", "order": "uniform", "token_budget": 300, "max_batch": 4, "pad_multiple": 2, "max_length": 100,
+    "too_long": "drop", "slot_budget": 10_000, "draft_layers": 2, "block_size": 5, "target_layers": "1,2", "mask_token": str(MASK_TOKEN),
+    "sliding_window": 8, "objective": "kl", "gamma": 3.0, "anchors": 5, "epochs": 3, "max_steps": 4, "accumulation": 2,
+    "optimizer": "adamw", "learning_rate": 1e-3, "warmup": 0.5, "decay": "linear", "min_lr_ratio": 0.5, "weight_decay": 0.1, "beta1": 0.8,
+    "beta2": 0.8, "grad_clip": 3.0, "seed": 1, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TrainConfig().kept)
+def test_a_setting_changed_by_hand_is_refused_by_name(run, name):
+    change(run / "config.json", **{name: OTHER[name]})
+    refused(run, rf"config\.json has changed since the checkpoint was written, it holds {name} '?{OTHER[name]}'?, not")
+
+
+def test_every_setting_is_kept_or_harmless_or_a_place():
+    assert TrainConfig().kept.keys() == OTHER.keys() and not HARMLESS & PLACES
+
+
+@pytest.mark.parametrize("how", ["weights", "config"])
+def test_another_target_at_the_same_path_is_refused_by_name(run, made, tmp_path, how):
+    target = shutil.copytree(made["target"], tmp_path / "target")
+    change(run / "config.json", target=str(target))
+    if how == "weights":
+        weights = bytearray((target / "model.safetensors").read_bytes())
+        weights[-10] ^= 1
+        (target / "model.safetensors").write_bytes(weights)
+    else:
+        change(target / "config.json", rms_norm_eps=1e-3)
+    refused(run, rf"target .* in {target} has changed since the checkpoint was written: (model\.safetensors|config\.json)\. Put the old")
+    shutil.copytree(made["target"], target, dirs_exist_ok=True)
+    assert train(TrainConfig(resume=str(run))).finished  # the same one at another path
+
+
+def test_a_checkpoint_of_an_earlier_version_is_continued_with_a_warning(run):
+    for saved in (run / "checkpoints").iterdir():
+        state = json.loads((saved / "state.json").read_text())
+        (saved / "state.json").write_text(json.dumps({name: state[name] for name in ("step", "plan", "schedule", "data", "in_flight")}))
+        agree(saved)
+    assert train(TrainConfig(resume=str(run))).finished
+    assert any("does not tell whether its target and settings" in event["text"] for event in read_run(run).events_of("warning"))
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("content", [b"", b"garbage" * 10, b"\0" * 100])
+def test_a_checkpoint_that_agrees_with_its_manifest_and_cannot_be_loaded_is_named(run, file, content):
+    for saved in (run / "checkpoints").iterdir():
+        (saved / file).write_bytes(content)
+        agree(saved)
+    refused(run, rf"step-5: {file} cannot be loaded")
+
+
+RANDOM = {"cpu": torch.get_rng_state(), "cuda": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "say"),
+    [
+        ({}, "lacks moments"),
+        ([1], r"holds \[1\]"),
+        ({"moments": {}}, "lacks random"),
+        ({"moments": {}, "random": RANDOM}, "does not hold what optimizer muon keeps of"),
+        ({"moments": {"a": 1}, "random": RANDOM}, "holds 1 as moments.a"),
+        ({"moments": {"a": {"step": 1}}, "random": RANDOM}, "holds 1 as moments.a.step"),
+        ({"moments": {}, "random": {"cpu": torch.zeros(3), "cuda": []}}, "random.cpu"),
+    ],
+)
+def test_moments_that_are_none_are_named(run, content, say):
+    for saved in (run / "checkpoints").iterdir():
+        torch.save(content, saved / "optimizer.pt")
+        agree(saved)
+    refused(run, rf"step-5: optimizer\.pt .*{say}")
+
+
+def test_moments_of_another_optimizer_are_refused_where_the_checkpoint_does_not_tell_its_settings(run):
+    change(run / "config.json", optimizer="adamw")
+    for saved in (run / "checkpoints").iterdir():
+        change(saved / "state.json", settings=None)
+        agree(saved)
+    refused(run, r"step-5: optimizer\.pt does not hold what optimizer adamw keeps of .* and \d+ more")
+
+
+def test_a_newest_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before(run, finished, capsys):
+    (run / "checkpoints" / "step-5" / "optimizer.pt").write_bytes(b"")
+    agree(run / "checkpoints" / "step-5")
+    train(TrainConfig(resume=str(run)))
+    assert "passed over a broken checkpoint: step-5: optimizer.pt cannot be loaded" in capsys.readouterr().out
+    assert losses(run) == losses(finished)

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dflash_nb.errors import DiskError, PlainError
 from dflash_nb.home import write_aside
-from dflash_nb.pipeline.optimizer import DrafterOptimizer
+from dflash_nb.pipeline.optimizer import DrafterOptimizer, moment_names
 from dflash_nb.stored import fault
 
 RESUME = "continue with -p resume"
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
 SHAPE = {name: {"bytes": int, "sha256": str} for name in (WEIGHTS, OPTIMIZER, STATE)}  # of the manifest
+OPTIMIZER_SHAPE = {"moments": dict, "random": {"cpu": torch.Tensor, "cuda": list}}
 
 
 class CheckpointError(PlainError, RuntimeError):
@@ -99,7 +100,7 @@ def newest_checkpoint(
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose files have the manifest's sizes and hashes. Raises CheckpointError."""
+    """The state of a checkpoint whose files have the manifest's sizes and hashes and can be loaded. Raises CheckpointError."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if problem := fault(manifest, SHAPE):
@@ -115,7 +116,53 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name}: {type(error).__name__}: {error}") from error
     if problem := fault(state, {"step": int}):
         raise CheckpointError(f"{path.name}: {STATE} cannot be used, it {problem}; copy the checkpoint again")
+    _weight_shapes(path)
+    _optimizer_content(path, mmap=True)
     return state
+
+
+def check_moments(path: Path, kind: str) -> None:
+    """Refuse a verified checkpoint that does not hold the moments of every weight as the optimiser ``kind`` keeps them."""
+    moments = _optimizer_content(path, mmap=True)["moments"]
+    wrong = [name for name, shape in _weight_shapes(path).items() if moments.get(name, {}).keys() != moment_names(kind, len(shape))]
+    if wrong:
+        raise CheckpointError(
+            f"{path.name}: {OPTIMIZER} does not hold what optimizer {kind} keeps of {', '.join(wrong[:3])}"
+            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Continue with the optimizer of the run, or remove {path}"
+        )
+
+
+def _weight_shapes(path: Path) -> dict[str, list[int]]:
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # it is no dict
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path.name}: {WEIGHTS} cannot be loaded: {error}. Copy the checkpoint again") from error
+
+
+def _optimizer_content(path: Path, mmap: bool) -> dict[str, Any]:
+    """``mmap``: look only, without reading the tensors."""
+    try:
+        content = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # what torch raises for a file that is none of its own differs by its first bytes
+        reason = str(error).strip().splitlines() or [""]
+        raise CheckpointError(
+            f"{path.name}: {OPTIMIZER} cannot be loaded: {type(error).__name__}: {reason[0]}. Copy the checkpoint again"
+        ) from error
+    problem = fault(content, OPTIMIZER_SHAPE) or next(
+        (found for name, each in content["moments"].items() if (found := _no_moments(each, f"moments.{name}"))), ""
+    )
+    if not problem and content["random"]["cpu"].shape != torch.get_rng_state().shape:
+        problem = "holds another generator's state as random.cpu"
+    if problem:
+        raise CheckpointError(f"{path.name}: {OPTIMIZER} cannot be used, it {problem}. Copy the checkpoint again")
+    return content
+
+
+def _no_moments(content: Any, at: str) -> str:
+    return fault(content, dict, at) or next(
+        (found for key, value in content.items() if (found := fault(value, torch.Tensor, f"{at}.{key}"))), ""
+    )
 
 
 def restore(path: Path, module: torch.nn.Module, optimizer: DrafterOptimizer) -> None:
@@ -128,7 +175,7 @@ def restore(path: Path, module: torch.nn.Module, optimizer: DrafterOptimizer) ->
             "Continue with the settings of the run's config.json, or start a new run"
         )
     module.load_state_dict(weights)
-    saved = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    saved = _optimizer_content(path, mmap=False)
     names = {parameter: name for name, parameter in module.named_parameters()}
     for part in optimizer.parts:
         states = [saved["moments"].get(names[parameter], {}) for group in part.param_groups for parameter in group["params"]]

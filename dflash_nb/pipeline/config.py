@@ -32,6 +32,7 @@ HARMLESS = frozenset(
         "eval_every", "eval_rows", "eval_prompts", "eval_tokens",
     )
 )  # fmt: skip
+PLACES = frozenset(("dataset", "target", "buckets", "run_name", "runs_dir"))  # they may move: a resume compares what lies there
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,11 @@ class TrainConfig(NotebookConfig):
     def slot_gamma(self) -> float:
         """``gamma``, or for 0 the published pairs (block 8, 4) and (block 16, 7) joined by a line, 1 at least."""
         return self.gamma or max(1.0, 4 + (self.block_size - 8) * 3 / 8)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The settings with another value of which a resumed run would be another run."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in HARMLESS | PLACES}
 
     @property
     def runs_folder(self) -> Path:

@@ -16,6 +16,7 @@ from dflash_nb.data.dataset import Batch, TokenDataset, dataset_path
 from dflash_nb.data.lengths import LengthHistogram
 from dflash_nb.data.source import DatasetError
 from dflash_nb.model.drafter import DrafterConfig
+from dflash_nb.model.identity import target_identity
 from dflash_nb.model.packing import PackingError, require_packable
 from dflash_nb.model.target_info import TargetInfo, read_target_info
 from dflash_nb.pipeline.config import TrainConfig
@@ -78,6 +79,11 @@ class Job:
     def data(self) -> dict[str, Any]:
         """What identifies the training rows."""
         return self.dataset.fingerprint()
+
+    @cached_property
+    def target(self) -> dict[str, Any]:
+        """What identifies the target's files."""
+        return target_identity(self.info.path)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

@@ -191,8 +191,8 @@ def report(cost: CostModel, measured: Measured) -> str:
 
 def writable(out: Path) -> Path:
     """``out``, if a file can be written there. Raises CostError before anything is measured for it."""
-    folder = exists(out) and out.is_dir()
-    if folder or not exists(out.absolute().parent / "."):
+    folder, parent = exists(out) and out.is_dir(), out.absolute().parent
+    if folder or not (exists(parent) and parent.is_dir()):
         raise CostError(f"--out: {out} is {'a folder' if folder else 'in no folder'}; give the path of a file in a folder that exists")
     return out
 

@@ -73,6 +73,11 @@ def make_optimizer(module: nn.Module, kind: str, learning_rate: float, betas: tu
     return DrafterOptimizer(tuple(parts))
 
 
+def moment_names(kind: str, ndim: int) -> frozenset[str]:
+    """What torch keeps of a weight of ``ndim`` dimensions in the optimiser ``kind``."""
+    return frozenset(("momentum_buffer",) if kind == "muon" and ndim == 2 else ("step", "exp_avg", "exp_avg_sq"))
+
+
 def update(optimizer: DrafterOptimizer, weight: float, learning_rate: float, max_norm: float = 0.0) -> Update:
     """Divide the summed gradients by ``weight``, clip to ``max_norm`` (0: never), step at ``learning_rate`` and zero the gradients.
 

@@ -20,7 +20,7 @@ import torch
 
 from dflash_nb.model.export import export_drafter
 from dflash_nb.model.packing import PackingError
-from dflash_nb.pipeline.checkpoint import STATE, CheckpointError, newest_checkpoint, restore, write_checkpoint
+from dflash_nb.pipeline.checkpoint import STATE, CheckpointError, check_moments, newest_checkpoint, restore, write_checkpoint
 from dflash_nb.pipeline.config import TrainConfig, checked_config
 from dflash_nb.pipeline.console import Console
 from dflash_nb.pipeline.environment import describe_environment
@@ -40,7 +40,8 @@ from dflash_nb.planner.state import SHAPE as POSITION
 from dflash_nb.planner.state import PlanChangedError, PlanState
 from dflash_nb.stored import fault
 
-STATE_SHAPE = {"step": int, "plan": POSITION, "schedule": dict, "data": dict}  # what is needed of a checkpoint's state
+# What is needed of a checkpoint's state; earlier versions wrote neither target nor settings.
+STATE_SHAPE = {"step": int, "plan": POSITION, "schedule": dict, "data": dict, "target": dict | None, "settings": dict | None}
 SPEED_STEPS = (6, 25)  # after start-up; 20 steps give the mean of a step to a few per cent
 
 
@@ -115,6 +116,11 @@ def _open_run(job: Job) -> Iterator[tuple[RunLog, tuple[Path, dict[str, Any]] | 
             if problem := fault(start[1], STATE_SHAPE):
                 raise CheckpointError(f"{start[0] / STATE} {problem}. Remove {start[0]} to continue from the checkpoint before it")
             _check_same_run(job, start[1])
+            check_moments(start[0], config.optimizer)
+            if unknown := [name for name in ("target", "settings") if start[1].get(name) is None]:
+                broken.append(
+                    f"{start[0].name} is of an earlier version and does not tell whether its {' and '.join(unknown)} are still the same"
+                )
         log = RunLog.open_for_resume(folder, start[1]["step"] if start else 0, config.changes(folder))
     else:
         folder = new_run_folder(config.runs_folder, config.run_name, config.dataset, config.strategy)
@@ -153,12 +159,22 @@ def _warn(log: RunLog, text: str) -> None:
 
 
 def _check_same_run(job: Job, state: dict[str, Any]) -> None:
-    """Refuse to continue on other data, another plan or another length of the run."""
+    """Refuse to continue on other data, with another target or other settings, on another plan or to another length of the run."""
     changed = [name for name, value in job.data.items() if state["data"].get(name) != value]
     if changed:
         raise PlanChangedError(
             f"dataset {job.dataset.path} has changed since the checkpoint was written: {', '.join(changed)}. "
             "Put the old data back, or start a new run"
+        )
+    if state.get("target") is not None and (changed := _unlike(state["target"], job.target)):
+        raise PlanChangedError(
+            f"target {job.info.name} in {job.info.path} has changed since the checkpoint was written: {', '.join(changed)}. "
+            "Put the old target back, or start a new run"
+        )
+    settings, kept = state.get("settings") or {}, job.config.kept
+    if changed := [f"{name} {kept[name]!r}, not {settings[name]!r}" for name in kept if name in settings and kept[name] != settings[name]]:
+        raise PlanChangedError(
+            f"config.json has changed since the checkpoint was written, it holds {'; '.join(changed)}. Restore it, or start a new run"
         )
     position = PlanState.from_json(state["plan"])
     if (position.epoch, position.resume(job.plan(position.epoch), job.fingerprint)) != job.position(state["step"]):
@@ -169,6 +185,10 @@ def _check_same_run(job: Job, state: dict[str, Any]) -> None:
         raise PlanChangedError(
             f"the learning-rate schedule has changed: saved {state['schedule']}, now {job.schedule}. Restore it, or start a new run"
         )
+
+
+def _unlike(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
 class _Run:
@@ -187,6 +207,7 @@ class _Run:
     def prepare(self, start: tuple[Path, dict[str, Any]] | None) -> None:
         """Load the models, go to the checkpoint's step, start the workers, and evaluate the untrained drafter."""
         job, config = self.job, self.config
+        self.target_files = job.target  # before they are read, so that what replaces them meanwhile is found when the run is resumed
         models = load_models(job, packed=config.strategy == "packed")
         targets, self.target, self.head, self.settings = models.targets, models.targets[0], models.head, models.settings
         self.drafter, self.optimizer = models.drafter, models.optimizer
@@ -374,6 +395,8 @@ class _Run:
             "plan": PlanState.at(self.job.plan(epoch), next_batch, self.job.fingerprint).to_json(),
             "schedule": self.job.schedule,
             "data": self.job.data,
+            "target": self.target_files,
+            "settings": self.config.kept,
             "in_flight": self.window.in_flight() if self.window is not None else [],
         }
         folder = self.log.folder / "checkpoints"
