@@ -11,6 +11,7 @@ from typing import get_origin
 import nbformat
 import pytest
 from papermill.inspection import inspect_notebook
+from runs import Recipe, write_run
 
 from dflash_nb import home
 from dflash_nb.data.lengths import read_histogram
@@ -24,7 +25,7 @@ from dflash_nb.pipeline.config import (
     saved_config,
 )
 from dflash_nb.pipeline.parameters import ParameterError
-from dflash_nb.pipeline.runlog import RunLog
+from dflash_nb.pipeline.runlog import RunError, RunLog, read_run
 from dflash_nb.planner.buckets import optimize_buckets
 from dflash_nb.planner.limits import BucketError
 
@@ -274,3 +275,46 @@ def test_a_checkout_that_git_does_not_speak_of_is_not_called_none(tmp_path, monk
     assert re.search(r"^commit +not a git checkout$", LengthsConfig(dataset="reference").describe(), re.M)
     (tmp_path / ".git").mkdir()  # git says that this is none of its own, as it does of a checkout of somebody else
     assert re.search(r"^commit +not a git checkout that git can read$", LengthsConfig(dataset="reference").describe(), re.M)
+
+
+WHOLE = [each.name for each in dataclasses.fields(TrainConfig) if each.type is int]
+
+
+def test_whole_numbers_written_as_floats_are_read_back_whole(tmp_path):
+    folder = write_run(tmp_path / "run", Recipe(steps=3))
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {name: float(values[name]) for name in WHOLE}))
+    assert {name: type(read_run(folder).config[name]) for name in WHOLE} == dict.fromkeys(WHOLE, int)
+    assert saved_config(folder) == TrainConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("topology", value) for value in ("seven", "", "-1", "0-1", "1", "2-", "1-1-1", "9" * 5000 + "-1", "10000-1")]
+    + [("target_layers", value) for value in ("x", "-1", "1,,2", "9" * 5000)]
+    + [("mask_token", value) for value in ("x", "", "-1", "9" * 5000)]
+    + [("buckets", value) for value in ("zzz", "5,1", "auto:0", "auto:" + "9" * 5000, "9" * 5000)]
+    + [("run_name", "a/b"), ("dataset", ""), ("target", ""), ("q_hs_mb", 0.5), ("threads", 5000), ("seed", 2**63)]
+    + [(name, value) for name in WHOLE for value in (10**30, 1e300, "9" * 5000)],
+)
+def test_what_a_new_configuration_refuses_is_damage_in_that_of_a_run(tmp_path, name, value):
+    folder = write_run(tmp_path / "run", Recipe(steps=3))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    for call in (lambda: TrainConfig(**{name: value}), lambda: read_run(folder), lambda: saved_config(folder)):
+        with pytest.raises((ParameterError, RunError), match=rf"{name}:? ") as refused:
+            call()
+        assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("cls", CONFIGS.values())
+def test_no_whole_number_is_without_an_upper_bound(cls):
+    for each in dataclasses.fields(cls):
+        if each.type in (int, tuple[int, ...]):
+            largest = {"seed": 2**63 - 1, "seeds": 2**63 - 1, "threads": 4096}.get(each.name, 2**31 - 1)
+            room = {"token_budget": 2**31 - 1} if each.name == "max_length" else {}
+            assert cls(**(room if cls is TrainConfig else {}), **{each.name: largest})
+            for more in (largest + 1, 10**30, "1" + "0" * 5000):
+                with pytest.raises(ParameterError, match=f"^{each.name}: "):
+                    cls(**{each.name: more})

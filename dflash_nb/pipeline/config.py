@@ -5,6 +5,8 @@ text against the cells). There is no override language: papermill's ``-p``, ``-y
 """
 
 import json
+import os
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -83,8 +85,19 @@ def _cuts_note(spec: str, **wanted: Any) -> str:
     return f"{path} was made for {'; '.join(unlike)}. Make it again with notebook 01, or go on if that is meant" if unlike else ""
 
 
-def _digits(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+def _is_folder_name(text: str) -> bool:
+    return len(text.encode(errors="replace")) <= 200 and text.isprintable() and Path(text).name == text and text not in (".", "..")
+
+
+NUMBER = "[0-9]{1,9}"
+TOPOLOGY = (
+    re.compile("0?[1-9][0-9]{0,3}-0?[1-9][0-9]{0,3}").fullmatch,
+    "target workers and drafters such as 1-1 or 7-1, at most 9999 each",
+)
+LAYERS = (re.compile(rf"auto|\s*{NUMBER}\s*(,\s*{NUMBER}\s*)*").fullmatch, "auto, or layer numbers counted from 0 such as 1,5,9")
+MASK = (re.compile(f"auto|{NUMBER}").fullmatch, "auto, or the number of a token")
+RUN_NAME = (_is_folder_name, "a folder name of at most 200 letters, without a path or line breaks (runs_dir says where it goes)")
+PLACE = (bool, "sample, or a folder (. for the current one)")
 
 
 def _spelled(values: Mapping[str, Any]) -> str:
@@ -96,8 +109,10 @@ def _spelled(values: Mapping[str, Any]) -> str:
 class TrainConfig(NotebookConfig):
     """Notebook 03 and ``train(config)``."""
 
-    dataset: str = option("sample", "sample, or a folder made by dflash_nb.data.prepare", path="existing", names=("sample",))
-    target: str = option("sample", "sample, smollm2, a model folder, or a cached hub name", path="existing", names=("sample", "smollm2"))
+    dataset: str = option("sample", "sample, or a folder made by dflash_nb.data.prepare", path="existing", names=("sample",), form=PLACE)
+    target: str = option(
+        "sample", "sample, smollm2, a model folder, or a cached hub name", path="existing", names=("sample", "smollm2"), form=PLACE
+    )
     heldout_rows: int = option(200, "last rows to withhold when the dataset has no held-out split", at_least=1)
 
     buckets: str = option("auto", BUCKETS_HELP, listed=True, path="existing", names=("auto", "reference"))
@@ -112,8 +127,10 @@ class TrainConfig(NotebookConfig):
 
     draft_layers: int = option(2, "layers of the drafter", at_least=1)
     block_size: int = option(8, "tokens of a block, the known anchor included", at_least=2)
-    target_layers: str = option("auto", "target layers to read, auto or numbers from 0 such as 1,5,9", listed=True, names=("auto",))
-    mask_token: str = option("auto", "token that stands for a slot to fill, auto or its number in the vocabulary")
+    target_layers: str = option(
+        "auto", "target layers to read, auto or numbers from 0 such as 1,5,9", listed=True, names=("auto",), form=LAYERS
+    )
+    mask_token: str = option("auto", "token that stands for a slot to fill, auto or its number in the vocabulary", form=MASK)
     sliding_window: int = option(0, "context tokens that a drafter layer sees, 0 for all", at_least=0)
 
     objective: str = option("ce", "cross-entropy, D-PACE weights, or KL to the target's distribution", choices=("ce", "dpace", "kl"))
@@ -132,14 +149,14 @@ class TrainConfig(NotebookConfig):
     beta1: float = option(0.9, "AdamW decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW decay of the second moment", at_least=0, below=1)
     grad_clip: float = option(1.0, "largest gradient norm, 0 for no clipping", at_least=0)
-    seed: int = option(0, "seed of the plan, the anchors and the drafter's first weights", at_least=0)
+    seed: int = option(0, "seed of the plan, the anchors and the drafter's first weights", at_least=0, below=2**63)
 
     device: str = option("auto", "auto, cpu, cuda, or one device such as cuda:1")
     dtype: str = option("auto", "number format of the target and of matrix products", choices=("auto", "float32", "bfloat16"))
-    topology: str = option("1-1", "target workers and drafters as N-M")
+    topology: str = option("1-1", "target workers and drafters as N-M", form=TOPOLOGY)
     engine: str = option("local", "where target workers run, threads of this machine or actors of a Ray cluster", choices=("local", "ray"))
     ray_address: str = option("", "Ray cluster to join, auto or host:port, empty for one on this machine that ends with the run")
-    threads: int = option(0, "CPU threads of all workers together, 0 for every core", at_least=0)
+    threads: int = option(0, "CPU threads of all workers together, 0 for every core", at_least=0, at_most=4096)
     prefetch: int = option(8, "collated batches that may wait for the target", at_least=1)
     q_hs_mb: int = option(256, "MiB of hidden states that may wait for the drafter", at_least=1)
     retries: int = option(2, "times that a failed batch is run again on another worker", at_least=0)
@@ -151,7 +168,7 @@ class TrainConfig(NotebookConfig):
     eval_prompts: int = option(16, "held-out prompts for tau", at_least=1)
     eval_tokens: int = option(64, "tokens generated for a prompt", at_least=1)
 
-    run_name: str = option("", "name of the run folder, empty for date, dataset and strategy")
+    run_name: str = option("", "name of the run folder, empty for date, dataset and strategy", form=RUN_NAME)
     runs_dir: str = option("", "folder that holds the run folders, empty for the project's runs", path="always")
     resume: str = option("", "run folder to continue, its configuration is taken over", path="always")
     watch: str = option("", "run folder to look at without training, also while it is going", path="always")
@@ -163,30 +180,16 @@ class TrainConfig(NotebookConfig):
     tracker: str = option("none", "also report to this tracker", choices=("none", "wandb", "trackio", "tensorboard"))
 
     def contradictions(self) -> Iterable[str]:
-        targets, _, drafters = self.topology.partition("-")
-        if not (_digits(targets) and _digits(drafters) and int(targets) > 0 and int(drafters) > 0):
-            yield f"topology: {self.topology!r} was given, needed: target workers and drafters such as 1-1 or 7-1"
         if self.max_length > self.token_budget:
             yield (
                 f"max_length {self.max_length} is more than token_budget {self.token_budget}: a batch could not hold one sample. "
                 "Raise token_budget"
             )
-        if self.target_layers != "auto" and not all(_digits(part.strip()) for part in self.target_layers.split(",")):
-            yield f"target_layers: {self.target_layers!r} was given, needed: auto, or layer numbers counted from 0 such as 1,5,9"
-        if self.mask_token != "auto" and not _digits(self.mask_token):
-            yield f"mask_token: {self.mask_token!r} was given, needed: auto, or the number of a token"
         if self.ray_address and self.engine != "ray":
             yield f"ray_address {self.ray_address!r} was given, but engine is {self.engine!r}: use engine ray"
         if self.watch and self.resume:
             yield f"watch {self.watch} and resume {self.resume} were both given: looking and continuing are two calls, leave out one"
         yield from _cut_problems(self.buckets)
-        for name in ("dataset", "target"):
-            if not getattr(self, name):
-                yield f"{name}: '' was given, needed: sample, or a folder (. for the current one)"
-        if len(self.run_name.encode(errors="replace")) > 200 or not self.run_name.isprintable():
-            yield f"run_name: {self.run_name[:60]!r} was given, needed: a folder name of at most 200 letters, without line breaks"
-        elif Path(self.run_name).name != self.run_name or self.run_name in (".", ".."):
-            yield f"run_name: {self.run_name!r} was given, needed: a folder name without a path (runs_dir says where it goes)"
 
     @property
     def layer_ids(self) -> tuple[int, ...] | None:
@@ -296,14 +299,30 @@ def checked_config(config: Any) -> TrainConfig:
     return config
 
 
-def damaged_setting(values: Mapping[str, Any]) -> str:
-    """The first value of a run's ``config.json`` that its setting cannot have, as a predicate; a choice of another version is none."""
+def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run's ``config.json``, each number in its setting's kind; what this version does not know stays as it is.
+
+    Raises ParameterError for the first that its setting cannot have; a choice of another version is none of these, nor are cuts from a
+    file, which may be gone.
+    """
+    settings = dict(values)
     for each in fields(TrainConfig):
-        if each.name in values and not (each.metadata["choices"] and isinstance(values[each.name], str)):
-            try:
-                checked(each, values[each.name])
-            except ParameterError as problem:
-                return f"cannot be used: {problem}"
+        value = settings.get(each.name)
+        if each.name in settings and not (each.metadata["choices"] and isinstance(value, str)):
+            right = checked(each, value)
+            settings[each.name] = value if isinstance(value, str) else right  # a path is not looked for again
+    cuts = settings.get("buckets", "auto")
+    if not cuts.endswith(".json") and os.sep not in cuts and (problem := next(iter(_cut_problems(cuts)), "")):
+        raise ParameterError(problem)
+    return settings
+
+
+def damaged_setting(values: Mapping[str, Any]) -> str:
+    """What ``read_settings`` refuses, as a predicate."""
+    try:
+        read_settings(values)
+    except ParameterError as problem:
+        return f"cannot be used: {problem}"
     return ""
 
 
@@ -407,7 +426,7 @@ class BucketsConfig(PlanningConfig):
     objective: str = option("padding", "what auto cuts make least, padded tokens or modelled time", choices=("padding", "time"))
     cost: str = option("", COST_HELP, path="always")
     most_buckets: int = option(128, "largest count on the elbow plot", at_least=2)
-    seed: int = option(0, "seed of the resampled lengths", at_least=0)
+    seed: int = option(0, "seed of the resampled lengths", at_least=0, below=2**63)
     save_to: str = option("", "where to write buckets.json, empty for the project's runs folder", path="always")
 
     @property
@@ -441,7 +460,7 @@ class PaddingConfig(PlanningConfig):
     pad_multiple: int = option(1, "padded lengths are rounded up to a multiple of this", at_least=1)
     order: str = option("balanced", "order of the batches, balanced over each step or uniform", choices=("balanced", "uniform"))
     window: int = option(8, "batches of one optimiser step", at_least=1)
-    seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "seeds to plan with", at_least=0)
+    seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "seeds to plan with", at_least=0, below=2**63)
     cost: str = option("", COST_HELP, path="always")
     runs: tuple[str, ...] = option((), "run folders whose measured speed is shown beside the predicted one", path="always")
     experiment: str = option(

@@ -12,7 +12,7 @@ import math
 import numbers
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
@@ -29,6 +29,8 @@ ALIASES = {
     "resume_from_checkpoint": "resume", "report_to": "tracker", "seq_len": "max_length", "max_seq_length": "max_length",
 }  # fmt: skip
 NEAREST, FEW = 3, 15  # names to suggest; names that may all be listed
+MOST_SHOWN = 200  # characters of a value
+LARGEST = 2**31 - 1  # of a whole number that has no other limit
 INJECTED = "# Parameters\n"  # how papermill's cell begins
 INTERACTIVE_NAMES = frozenset({"In", "Out", "exit", "quit"})
 
@@ -49,15 +51,16 @@ def option(
     listed: bool = False,
     path: str = "",
     names: tuple[str, ...] = (),
+    form: tuple[Callable[[str], bool], str] | None = None,
 ) -> Any:
     """A dataclass field with its help sentence and what it may hold.
 
     ``listed``: a text field that also takes a list and stores it as comma-separated text.
     ``path``: ``"always"`` makes the text an absolute path, ``"existing"`` only when something exists there; ``names`` and the
-    empty text stay as they are.
+    empty text stay as they are. ``form``: whether a text can be one, and the words for what it must be.
     """
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {"help": help, "choices": choices, "limits": limits, "listed": listed, "path": path, "names": names}
+    metadata = {"help": help, "choices": choices, "limits": limits, "listed": listed, "path": path, "names": names, "form": form}
     return field(default=default, metadata=metadata)
 
 
@@ -186,6 +189,8 @@ def _convert(each: Field, kind: type, value: Any) -> Any:
         raise _refused(each, value)
     if kind is int and value != int(value):
         raise _refused(each, value)
+    if kind is int and value > LARGEST and each.metadata["limits"]["at_most"] is each.metadata["limits"]["below"] is None:
+        raise _refused(each, value, f"give at most {LARGEST:,}")
     return kind(value)
 
 
@@ -225,7 +230,9 @@ def _text(each: Field, value: Any) -> str:
 
 
 def _inside(each: Field, value: Any, given: Any) -> Any:
-    limits = each.metadata["limits"]
+    limits, form = each.metadata["limits"], each.metadata["form"]
+    if form and not form[0](value):
+        raise _refused(each, value)
     outside = (
         (each.metadata["choices"] and value not in each.metadata["choices"])
         or (limits["at_least"] is not None and value < limits["at_least"])
@@ -243,16 +250,23 @@ def allowed(each: Field) -> str:
     """What a field may hold, in words: ``a whole number, at least 1``."""
     listed = get_origin(each.type) is tuple
     kind = get_args(each.type)[0] if listed else each.type
-    if each.metadata["choices"]:
+    if each.metadata["form"]:
+        words = [each.metadata["form"][1]]
+    elif each.metadata["choices"]:
         words = ["one of " + ", ".join(each.metadata["choices"])]
     else:
         words = [{str: "text", int: "a whole number", float: "a number", bool: "True or False"}[kind]]
-    words += [f"{name.replace('_', ' ')} {limit:g}" for name, limit in each.metadata["limits"].items() if limit is not None]
+    words += [
+        f"{name.replace('_', ' ')} {limit if isinstance(limit, int) else format(limit, 'g')}"
+        for name, limit in each.metadata["limits"].items()
+        if limit is not None
+    ]
     return ("a list, each item " if listed else "") + ", ".join(words)
 
 
 def _refused(each: Field, given: Any, advice: str = "") -> ParameterError:
-    kind = "text " if isinstance(given, str) else ""
+    kind = "text " if isinstance(given, str) and given else ""
     # A whole number of hundreds of digits is cut short; Python does not even spell out one of thousands.
     shown = reprlib.repr(given) if isinstance(given, int) else repr(given)
+    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN // 2]}... ({len(shown):,} characters)"
     return ParameterError(f"{each.name}: {kind}{shown} was given, needed: {allowed(each)}{'; ' + advice if advice else ''}")

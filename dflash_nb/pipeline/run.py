@@ -20,7 +20,7 @@ import pyarrow.json
 
 from dflash_nb.errors import PlainError
 from dflash_nb.home import did_you_mean, exists, runs_dir
-from dflash_nb.pipeline.config import damaged_setting
+from dflash_nb.pipeline.config import damaged_setting, read_settings
 from dflash_nb.pipeline.lock import is_locked
 from dflash_nb.stored import PERHAPS, fault
 
@@ -188,7 +188,7 @@ class Run:
             if kind == "resume":
                 stay = ("dropped", "warning", "retry", "worker", "interrupt")
                 self.events = [e for e in self.events if e["step"] <= step or e["kind"] in stay]
-                self.config = {**self._started, **(event.get("settings") or {})}
+                self.config = {**self._started, **read_settings(event.get("settings") or {})}
             self.events.append(event)
 
 
@@ -201,7 +201,8 @@ def read_run(folder: str | Path) -> Run:
         raise RunError(f"{folder} is not a folder; name a run folder, which holds config.json and steps.jsonl")
     if not (folder / "config.json").is_file() and not (folder / "steps.jsonl").is_file():
         raise RunError(f"{folder} is not a run folder: it holds neither config.json nor steps.jsonl")
-    run = Run(folder, config=_read_json(folder / "config.json") or {}, environment=_read_json(folder / "environment.json") or {})
+    config = read_settings(_read_json(folder / "config.json") or {})
+    run = Run(folder, config=config, environment=_read_json(folder / "environment.json") or {})
     run._started = run.config
     run._step_tail, run._event_tail, run._columns = _Tail(folder / "steps.jsonl"), _Tail(folder / "events.jsonl"), _Columns()
     run.refresh()

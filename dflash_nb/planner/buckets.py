@@ -191,8 +191,8 @@ def read_spec(spec: Any) -> Asked:
         return Asked(edges=REFERENCE_BOUNDARIES)
     name, colon, number = text.partition(":")
     if colon and name.strip() == "auto":
-        if not (number.strip().isdecimal() and number.isascii()) or int(number) < 1:
-            raise BucketError(f"buckets: {spec!r} needs a whole number of at least 1 after the colon, for example auto:6")
+        if not re.fullmatch(r"\s*0?[1-9][0-9]{0,8}\s*", number):
+            raise BucketError(f"buckets: {spec[:60]!r} needs a whole number of at least 1 after the colon, for example auto:6")
         return Asked(int(number))
     if text.endswith(".json") or os.sep in text:
         return Asked(edges=_saved(user_path(text)), path=user_path(text))
@@ -218,7 +218,8 @@ def _edges(values: Sequence[Any], spec: Any) -> tuple[int, ...]:
         numbers = []
     if not any(numbers) or not all(number.is_integer() for number in numbers):
         near = difflib.get_close_matches(str(spec), ["auto", "reference"], 1, 0.4)
-        raise BucketError(f"buckets: {spec!r} is not one of {ALLOWED}.{f' Did you mean {near[0]}?' if near else ''}")
+        shown = repr(spec) if len(repr(spec)) <= 200 else f"{repr(spec)[:100]}..."
+        raise BucketError(f"buckets: {shown} is not one of {ALLOWED}.{f' Did you mean {near[0]}?' if near else ''}")
     return tuple(increasing([int(number) for number in numbers]))
 
 
