@@ -241,3 +241,15 @@ def test_a_newest_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before(r
     train(TrainConfig(resume=str(run)))
     assert "passed over a broken checkpoint: step-5: optimizer.pt cannot be loaded" in capsys.readouterr().out
     assert losses(run) == losses(finished)
+
+
+@pytest.mark.parametrize("what", ["summary.advise", "train.summarize"])
+def test_an_error_in_summing_up_does_not_take_the_end_from_a_finished_run(run, monkeypatch, what):
+    def fails(*_):
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(f"dflash_nb.pipeline.{what}", fails)
+    summary = train(TrainConfig(resume=str(run)))
+    assert summary.finished and summary.steps == summary.total_steps == 5 and "TypeError" in f"{summary.text()}{read_run(run).events}"
+    assert (read_run(run).status, read_run(run).summary["export"]) == ("finished", str(run / "export"))
+    assert (summary.last_loss is None) == (what == "train.summarize")

@@ -28,20 +28,20 @@ class RunSummary:
     finished: bool
     steps: int
     total_steps: int
-    first_loss: float | None
-    last_loss: float | None
-    loss_steps: int
-    tau_untrained: float | None
-    tau_trained: float | None
-    tau_interval: tuple[float, float] | None
-    tau_prompts: int | None
-    tau_repeated: float | None
-    agreement: str | None
-    efficiency: float | None
-    tokens_per_second: float | None
-    advice: str | None
-    checkpoint: Path | None
-    export: Path | None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    loss_steps: int = 0
+    tau_untrained: float | None = None
+    tau_trained: float | None = None
+    tau_interval: tuple[float, float] | None = None
+    tau_prompts: int | None = None
+    tau_repeated: float | None = None
+    agreement: str | None = None
+    efficiency: float | None = None
+    tokens_per_second: float | None = None
+    advice: str | None = None
+    checkpoint: Path | None = None
+    export: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``finished`` is left to the status."""
@@ -81,7 +81,6 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
     trained = next((event for event in reversed(evals) if event["step"] == len(run) > 0), {})
     interval = (trained.get("tau_low"), trained.get("tau_high"))
     seconds = float(steps["seconds_step"].sum())
-    advice = advise(run, run.config.get("watts", 0.0))
     return RunSummary(
         run_dir=run.folder,
         finished=finished,
@@ -98,10 +97,19 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
         agreement=estimate_agreement(run) or None,
         efficiency=float(steps["tokens"].sum() / steps["padded_tokens"].sum()) if len(run) else None,
         tokens_per_second=float(steps["tokens"].sum()) / seconds if seconds else None,
-        advice=advice.text() if advice else None,
+        advice=_advice(run),
         checkpoint=checkpoint,
         export=export,
     )
+
+
+def _advice(run: Run) -> str | None:
+    """What is to be said of the speed. It is the least of a summary: what goes wrong in it is said in its place."""
+    try:
+        advice = advise(run, run.config.get("watts", 0.0))
+        return advice.text() if advice else None
+    except Exception as problem:
+        return f"cannot be judged, {type(problem).__name__}: {problem}"
 
 
 def tau_words(event: Mapping[str, Any]) -> str:

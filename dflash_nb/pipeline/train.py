@@ -405,6 +405,11 @@ class _Run:
         self.log.event("checkpoint", path=str(self.checkpoint.relative_to(self.log.folder)), seconds=self.saved_at - started)
 
     def _finish(self, status: str, export: Path | None, **details: Any) -> RunSummary:
-        summary = summarize(read_run(self.log.folder), self.job.total_steps, status == "finished", self.checkpoint, export)
+        folder, total, finished = self.log.folder, self.job.total_steps, status == "finished"
+        try:
+            summary = summarize(read_run(folder), total, finished, self.checkpoint, export)
+        except Exception as problem:  # a file changed by another hand, for one; the run has ended as it has
+            _warn(self.log, f"the log cannot be summed up: {type(problem).__name__}: {problem}")
+            summary = RunSummary(folder, finished, self.step, total, checkpoint=self.checkpoint, export=export)
         self.log.finish(status, **{**summary.to_json(), **details})
         return summary
