@@ -71,3 +71,31 @@ def test_a_plan_says_what_it_was_made_for_and_what_is_unlike(tmp_path):
     assert loaded.unlike(dataset="mine", token_budget=8192) == ["dataset sample, not mine", "token_budget 49152, not 8192"]
     older = {name: value for name, value in plan.to_json().items() if name != "made_for"}
     assert BucketPlan.from_json(older).unlike(dataset="mine") == ["dataset unknown, not mine"]
+
+
+@pytest.mark.parametrize(
+    ("change", "say"),
+    [
+        ({"boundaries": []}, "boundaries must begin with 0"),
+        ({"boundaries": [0]}, "boundaries must begin with 0"),
+        ({"boundaries": [5, 2000]}, "boundaries must begin with 0"),
+        ({"boundaries": [0, 10.5, 2000]}, "edges must be whole numbers"),
+        ({"boundaries": [0, 100, 50]}, "edges must increase"),
+        ({"boundaries": [0, 1e300]}, "edges must be at most"),
+        *(({name: value}, f"{name} must be") for name in ("token_budget", "max_batch", "pad_multiple") for value in (0, -1, 2**31)),
+        ({"pad_multiple": 50_000}, "pad_multiple 50000 is above token_budget"),
+    ],
+)
+def test_cuts_and_limits_that_none_can_be_are_refused_with_the_file(tmp_path, change, say):
+    plan = optimize_buckets(LengthHistogram.from_lengths(np.arange(1, 2000)), 3)
+    file = plan.save(tmp_path / "buckets.json")
+    file.write_text(json.dumps(plan.to_json() | {"boundaries": [float(edge) for edge in plan.boundaries]}))
+    assert BucketPlan.load(file) == plan
+    file.write_text(json.dumps(plan.to_json() | change))
+    with pytest.raises(BucketError, match=rf"^{file}: .*{say}"):
+        BucketPlan.load(file)
+
+
+def test_a_folder_is_no_plan(tmp_path):
+    with pytest.raises(BucketError, match=f"^{tmp_path}: .*Make it again"):
+        BucketPlan.load(tmp_path)

@@ -99,3 +99,19 @@ def test_numbers_that_ask_for_nothing_are_named():
     ):
         with pytest.raises(ValueError, match=say):
             call()
+
+
+@pytest.mark.parametrize("strategy", ["random", "packed"])
+def test_the_cover_line_is_of_the_lengths_that_were_planned(strategy):
+    rng = np.random.default_rng(3)
+    lengths, others = rng.integers(1, 900, 300), rng.integers(1, 900, 300)
+    plan = plan_epoch(lengths, strategy, max_length=700, too_long="truncate")
+    assert coverage_check(plan, lengths).startswith("OK: 300 of 300")
+    for wrong, say in (
+        (others, "real tokens"),
+        (lengths[:5], "there are 5 lengths"),
+        (lengths + 0.5, "whole number"),
+        (None, "whole number"),
+    ):
+        with pytest.raises(ValueError, match=say):
+            coverage_check(plan, wrong)

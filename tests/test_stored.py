@@ -24,6 +24,7 @@ from dflash_nb.analysis.experiment import learning_rows, read_experiment, speed_
 from dflash_nb.analysis.plots import padding, training
 from dflash_nb.data.lengths import read_lengths
 from dflash_nb.data.prepare import prepare_chats
+from dflash_nb.data.source import find_source
 from dflash_nb.errors import PlainError
 from dflash_nb.home import asset
 from dflash_nb.model.export import load_drafter
@@ -36,6 +37,7 @@ from dflash_nb.pipeline.measured import find_cost, fit_run, run_speed
 from dflash_nb.pipeline.run import read_run
 from dflash_nb.pipeline.summary import summarize
 from dflash_nb.pipeline.train import train
+from dflash_nb.planner.bucket_plan import BucketPlan
 from dflash_nb.planner.cost import CostModel
 from dflash_nb.stored import fault
 
@@ -308,3 +310,26 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_content_is_judged(content):
     assert isinstance(fault(content, SHAPE), str)
+
+
+DEEP = '{"a": ' + "[" * 100_000
+DEEP_FILES = {
+    "config.json of a run": ("config.json", lambda folder: TrainConfig(resume=str(folder)).resumed()),
+    "config.json, looked at": ("config.json", read_run),
+    "config.json of a drafter": ("config.json", load_drafter),
+    "config.json of a target": ("config.json", lambda folder: read_target_info(folder)),
+    "buckets.json": ("buckets.json", lambda folder: BucketPlan.load(folder / "buckets.json")),
+    "dataset.json": ("dataset.json", find_source),
+    "dataset_dict.json": ("dataset_dict.json", find_source),
+    "state.json": ("state.json", find_source),
+    "cost.json": ("cost.json", lambda folder: find_cost(folder)),
+    "strategies.json": ("strategies.json", lambda folder: read_experiment(folder / "strategies.json")),
+}
+
+
+@pytest.mark.parametrize("what", DEEP_FILES)
+def test_json_nested_without_end_is_named(tmp_path, what):
+    name, read = DEEP_FILES[what]
+    (tmp_path / name).write_text(DEEP)
+    with pytest.raises(PlainError, match=name):
+        read(tmp_path)

@@ -5,7 +5,6 @@ suffix: Arrow IPC file, Arrow IPC stream (what ``datasets`` writes) and Parquet.
 are looked at: 902,087 lengths out of 9 GB of tokens take 0.03 s.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 
 from dflash_nb.errors import NotFoundError, PlainError
 from dflash_nb.home import cache_dir, did_you_mean, exists, user_path
-from dflash_nb.stored import fault
+from dflash_nb.stored import fault, parsed
 
 DATA_SUFFIXES = (".arrow", ".parquet", ".feather", ".ipc")
 HELDOUT_SPLITS = ("heldout", "validation", "valid", "test")
@@ -241,7 +240,7 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
 
 def _read_json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DatasetError(f"{path} is no valid JSON ({error}). Write the dataset again.") from None
     if not isinstance(content, dict):

@@ -19,7 +19,7 @@ from dflash_nb.errors import PlainError
 from dflash_nb.home import did_you_mean, exists, write_aside
 from dflash_nb.model.drafter import DFlashDrafter, DrafterConfig
 from dflash_nb.model.target_info import TargetInfo, default_layer_ids
-from dflash_nb.stored import PERHAPS, fault
+from dflash_nb.stored import PERHAPS, fault, parsed
 
 ARCHITECTURE = "DFlashDraftModel"
 UNSUPPORTED = ("attention_bias", "attention_sink_bias", "use_swa", "sample_from_anchor", "selector_rank", "projector_type")
@@ -198,7 +198,7 @@ def read_checkpoint_config(folder: Path) -> dict:
     """``config.json`` as written, or an ExportError."""
     file = folder / "config.json"
     try:
-        written = json.loads(file.read_text(encoding="utf-8"))
+        written = parsed(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         near = "" if exists(folder) else did_you_mean(folder)
         raise ExportError(f"{file} cannot be read: {error}.{near or ' Name the folder of an exported drafter.'}") from error

@@ -7,7 +7,6 @@ ours beside a target that names its mask token: ``{"mask_token_id": 17}``.
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from dflash_nb.data.vocabulary import vocabulary_fingerprint
 from dflash_nb.errors import PlainError
 from dflash_nb.home import asset, cache_dir, did_you_mean, exists, user_path
+from dflash_nb.stored import parsed
 
 GROWING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -218,7 +218,7 @@ def _read_json(path: Path, missing_ok: bool = False) -> dict:
     if missing_ok and not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TargetError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

@@ -4,7 +4,6 @@ A configuration is a frozen dataclass whose fields are the notebook's parameters
 text against the cells). There is no override language: papermill's ``-p``, ``-y`` and ``-f`` are it.
 """
 
-import json
 import os
 import re
 import textwrap
@@ -24,6 +23,7 @@ from dflash_nb.planner.bucket_plan import BucketPlan
 from dflash_nb.planner.buckets import read_spec
 from dflash_nb.planner.edges import check_reach
 from dflash_nb.planner.limits import BucketError
+from dflash_nb.stored import parsed
 
 STRATEGIES = ("bucketed", "pooled", "random", "sorted", "packed")
 BUCKETS_HELP = "cuts between lengths as auto, auto:6, reference, inner edges such as 512,1024, or the path of a buckets.json"
@@ -332,7 +332,7 @@ def saved_config(folder: Path) -> TrainConfig:
     try:
         if not home.exists(path):
             raise FileNotFoundError
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parsed(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         near = "" if home.exists(folder) else home.did_you_mean(folder, beside=home.runs_dir())
         raise ParameterError(f"resume: {folder} is not a run folder, it has no config.json.{near}") from None

@@ -9,8 +9,9 @@ from typing import Any
 
 from dflash_nb.errors import NotFoundError
 from dflash_nb.home import did_you_mean, exists, write_aside
-from dflash_nb.planner.limits import BucketError
-from dflash_nb.stored import NUMBER, fault
+from dflash_nb.planner.edges import increasing
+from dflash_nb.planner.limits import BucketError, Limits
+from dflash_nb.stored import NUMBER, fault, parsed
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,14 @@ class BucketPlan:
         rows = tuple(BucketRow(**{name: row[name] for name in ROW}) for row in saved["rows"])
         under = {name: saved[name] for name in (*LIMITS, "objective", "model", "why")}
         made_for = saved.get("made_for") or {}  # older files do not say
-        return cls(boundaries=tuple(int(edge) for edge in saved["boundaries"]), rows=rows, made_for=made_for, **under)
+        Limits(**{name: saved[name] for name in LIMITS})
+        try:
+            boundaries = increasing([int(edge) if edge == int(edge) else edge for edge in saved["boundaries"]])
+        except BucketError as problem:
+            raise BucketError(f"its boundaries must increase from 0: {problem}") from None
+        if len(boundaries) < 2 or boundaries[0] != 0:
+            raise BucketError(f"its boundaries must begin with 0 and hold a second edge at least, not {boundaries[:3]}")
+        return cls(boundaries=tuple(boundaries), rows=rows, made_for=made_for, **under)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, whole or not at all."""
@@ -133,6 +141,6 @@ class BucketPlan:
         if not exists(path):
             raise NotFoundError(f"{path} does not exist. Name the buckets.json that notebook 01 wrote.{did_you_mean(path)}")
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:
+            return cls.from_json(parsed(Path(path).read_text(encoding="utf-8")))
+        except (IsADirectoryError, ValueError) as error:
             raise BucketError(f"{path}: {error}. Make it again with notebook 01") from error

@@ -22,7 +22,7 @@ class Samples:
 
 def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options: PlanOptions) -> Samples:
     """Check every length, then apply ``too_long`` and leave out samples without a supervised token."""
-    lengths = _whole_numbers("lengths", lengths)
+    lengths = whole_numbers("lengths", lengths)
     bad = np.flatnonzero(lengths < 1)
     if len(bad):
         raise PlanError(f"lengths must be at least 1 token; {_rows(bad, lengths)}. Remove these samples or mend their lengths")
@@ -39,7 +39,7 @@ def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options
         excluded["too_long"] = too_long
         keep[too_long] = False
     if n_supervised is not None:
-        n_supervised = _whole_numbers("n_supervised", n_supervised)
+        n_supervised = whole_numbers("n_supervised", n_supervised)
         if len(n_supervised) != len(lengths):
             raise PlanError(f"n_supervised has {len(n_supervised)} entries for {len(lengths)} lengths; there must be one each")
         unsupervised = np.flatnonzero((n_supervised < 1) & keep)
@@ -57,7 +57,8 @@ def select_samples(lengths: np.ndarray, n_supervised: np.ndarray | None, options
     return Samples(ids, run, excluded, truncated)
 
 
-def _whole_numbers(name: str, values: np.ndarray) -> np.ndarray:
+def whole_numbers(name: str, values: np.ndarray) -> np.ndarray:
+    """``values`` as an array of one whole number a sample, int[n]. Raises PlanError for anything else."""
     values = np.asarray(values)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise PlanError(f"{name} must be one whole number a sample, not an array of {values.dtype} with shape {values.shape}")

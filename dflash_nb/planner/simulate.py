@@ -14,7 +14,8 @@ from dflash_nb.planner.batches import BatchPlan, plan_epoch
 from dflash_nb.planner.cost import CostModel, distinct_shapes
 from dflash_nb.planner.diversity import mixing_report
 from dflash_nb.planner.limits import whole
-from dflash_nb.planner.options import STRATEGIES
+from dflash_nb.planner.options import STRATEGIES, PlanError
+from dflash_nb.planner.samples import whole_numbers
 from dflash_nb.planner.timeline import Pipeline, plan_timeline
 from dflash_nb.progress import announced
 
@@ -148,13 +149,21 @@ def random_batch_waste(histogram: LengthHistogram, batch_sizes: Iterable[int] = 
 
 
 def coverage_check(plan: BatchPlan, lengths: np.ndarray) -> str:
-    """One line that counts again, from the plan's arrays alone, what runs how often, what does not and why, and the smallest batches."""
+    """One line that counts again, from the plan's arrays alone, what runs how often, what does not and why, and the smallest batches.
+
+    Raises PlanError where all is well and yet the plan was made for other lengths.
+    """
+    lengths = whole_numbers("lengths", lengths)
+    if (most := int(plan.sample_ids.max())) >= len(lengths):
+        raise PlanError(f"the plan runs sample {most}, but there are {len(lengths):,} lengths; give those that it was made for")
     times = np.bincount(plan.sample_ids, minlength=len(lengths))
     left_out = {reason: len(ids) for reason, ids in plan.excluded.items()}
     once, twice, never = int((times == 1).sum()), int((times > 1).sum()), int((times == 0).sum())
     unexplained = never - sum(left_out.values())
     over = int((plan.padded_tokens > plan.options.token_budget).sum())
     verdict = "OK" if not (twice or unexplained or over) else "WRONG"
+    if verdict == "OK":
+        _check_tokens(plan, lengths)
     reasons = "".join(f", {count:,} left out as {reason}" for reason, count in left_out.items())
     cut = f", {len(plan.truncated):,} cut" if len(plan.truncated) else ""
     smallest = ", ".join(str(rows) for rows in np.sort(plan.rows)[:5])
@@ -162,3 +171,12 @@ def coverage_check(plan: BatchPlan, lengths: np.ndarray) -> str:
         f"{verdict}: {once:,} of {len(lengths):,} samples once, {twice:,} more than once, {unexplained:,} lost{reasons}{cut}; "
         f"{len(plan):,} batches, {over:,} over the budget of {plan.options.token_budget:,}; smallest batches: {smallest} samples"
     )
+
+
+def _check_tokens(plan: BatchPlan, lengths: np.ndarray) -> None:
+    tokens = np.add.reduceat(np.minimum(lengths, plan.options.longest)[plan.sample_ids], plan.offsets[:-1], dtype=np.int64)
+    if (other := np.flatnonzero(tokens != plan.real_tokens)).size:
+        raise PlanError(
+            f"by these lengths batch {other[0]} has {tokens[other[0]]:,} real tokens, by the plan {plan.real_tokens[other[0]]:,}: it was "
+            "made for other lengths; give those"
+        )
