@@ -315,6 +315,6 @@ def test_no_whole_number_is_without_an_upper_bound(cls):
             largest = {"seed": 2**63 - 1, "seeds": 2**63 - 1, "threads": 4096}.get(each.name, 2**31 - 1)
             room = {"token_budget": 2**31 - 1} if each.name == "max_length" else {}
             assert cls(**(room if cls is TrainConfig else {}), **{each.name: largest})
-            for more in (largest + 1, 10**30, "1" + "0" * 5000):
+            for more in (largest + 1, 10**30, "1" + "0" * 5000, 10**5000, [10**5000]):
                 with pytest.raises(ParameterError, match=f"^{each.name}: "):
                     cls(**{each.name: more})

@@ -266,7 +266,9 @@ def allowed(each: Field) -> str:
 
 def _refused(each: Field, given: Any, advice: str = "") -> ParameterError:
     kind = "text " if isinstance(given, str) and given else ""
-    # A whole number of hundreds of digits is cut short; Python does not even spell out one of thousands.
-    shown = reprlib.repr(given) if isinstance(given, int) else repr(given)
+    try:
+        shown = reprlib.repr(given) if isinstance(given, int) else repr(given)
+    except ValueError:  # Python does not spell out a whole number of thousands of digits
+        shown = "a number of thousands of digits"
     shown = shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN // 2]}... ({len(shown):,} characters)"
     return ParameterError(f"{each.name}: {kind}{shown} was given, needed: {allowed(each)}{'; ' + advice if advice else ''}")
