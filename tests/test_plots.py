@@ -9,10 +9,15 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib import pyplot
 from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+from runs import Recipe, write_run
 
-from dflash_nb.analysis.plots import buckets, lengths, padding, style
+from dflash_nb.analysis.compare import compare
+from dflash_nb.analysis.diagnose import diagnose
+from dflash_nb.analysis.plots import buckets, diagnosis, lengths, padding, style, training
 from dflash_nb.data.lengths import LengthHistogram, read_histogram
 from dflash_nb.data.supervision import Supervision
+from dflash_nb.pipeline.run import read_run
 from dflash_nb.planner.batches import plan_epoch
 from dflash_nb.planner.buckets import evaluate_buckets, expected_seconds, optimize_buckets
 from dflash_nb.planner.cost import CostModel
@@ -129,6 +134,49 @@ def test_a_strategy_has_one_colour_in_every_picture():
         assert [to_rgb(point.get_color()) for point in points] == [mine[name] for name in names]
     [axis] = lengths.random_waste([{"batch_size": 1, "waste": 0.0}, {"batch_size": 2, "waste": 0.1}], 2).figure.axes
     assert to_rgb(axis.lines[0].get_color()) == mine["random"]
+
+
+@pytest.mark.parametrize("name", ["x_{$", "$$", r"$\frac$", "a$b$c"])
+def test_a_dollar_in_a_name_is_a_dollar(tmp_path, name):
+    """Names of data, strategies and runs are drawn as they stand in every picture, and no picture needs math for its own ticks."""
+    sample = np.arange(20, 400)
+    histogram = LengthHistogram.from_lengths(sample)
+    plan = optimize_buckets(histogram, **LIMITS)
+    supervision = Supervision(sample, sample // 2, np.array([f"{name} {i % 3}" for i in range(len(sample))]))
+    rows = simulate(sample, seeds=(0,), boundaries=plan.boundaries, **LIMITS)
+    renamed = [row | {"strategy": f"{row['strategy']} {name}"} for row in rows]
+    plans = {name: plan_epoch(sample, "bucketed", plan.boundaries, **LIMITS)}
+    cost = CostModel()
+    gaps = [{"samples": n, "gap": 0.01} for n in (1000, 100_000)]
+    shifts = [{"shift": shift, "efficiency": 0.9} for shift in (-0.1, 0.1)]
+    folder = write_run(tmp_path / name, Recipe(steps=60, evals=(0, 60), first_loss=70.0, decay_steps=5.0))
+    read, judged = read_run(folder), diagnose(folder)
+    named = (
+        lengths.histogram(histogram, name=name),
+        lengths.cumulative(histogram, name),
+        lengths.supervised(supervision, name),
+        lengths.sources(supervision, name),
+        lengths.random_waste(random_batch_waste(histogram), 16, name),
+        buckets.elbow(elbow(histogram, (1, 2, 4), **LIMITS), plan, name),
+        buckets.bands(histogram, plan, name),
+        buckets.price(plan, name),
+        buckets.robustness(shifts, gaps, plan, name),
+        buckets.stage_times(cost, expected_seconds(histogram, plan, cost), plan, name),
+        padding.strategies(renamed, name),
+        padding.speeds(renamed, cost, (), name),
+        padding.front(renamed, name),
+        padding.mates(renamed, name),
+        padding.order(plans),
+        padding.spread(plans, worst_batches(plans[name], sample), name),
+        *(draw(read) for draw in (training.loss, training.acceptance, training.throughput, training.time_by_length, training.queues)),
+        *(draw(judged) for draw in (diagnosis.curve, diagnosis.zoom, diagnosis.by_length, diagnosis.adjusted, diagnosis.attribution)),
+        *(draw(judged) for draw in (diagnosis.residuals, diagnosis.slots, diagnosis.learning)),
+        diagnosis.comparison(compare([judged.log, judged.log])),
+    )
+    for plot in named:
+        texts = check(plot).figure.findobj(Text)
+        assert not any(text.get_parse_math() for text in texts)
+        assert any(name in "".join(text.get_text().split("\n")) for text in texts) and not any("math" in text.get_text() for text in texts)
 
 
 def test_the_order_of_batches_is_said_with_its_direction():

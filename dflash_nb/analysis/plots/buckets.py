@@ -16,7 +16,7 @@ from dflash_nb.planner.cost import CostModel
 
 from .lengths import _octave_bins, _shares
 from .padding import duration
-from .style import ACCENT, FAINT, INK, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent
+from .style import ACCENT, FAINT, INK, WARN, Plot, bucket_colors, count, finish, length_axis, new_figure, percent, plain_log
 
 STAGE_STYLE = {
     "target": (ACCENT, "-", "o"),
@@ -159,6 +159,8 @@ def robustness(shifts: Sequence[dict], gaps: Sequence[dict], plan: BucketPlan, n
     for size in np.unique(sizes):
         right.plot(size, 100 * np.median(lost[sizes == size]), "_", color=INK, markersize=22, markeredgewidth=1.5)
     right.set_xscale("log")
+    plain_log(right.xaxis, wide=sizes.max() > 30 * sizes.min())
+    right.xaxis.set_major_formatter(lambda value, _: count(value))
     right.set(xlabel="lengths the cuts were fitted on", ylabel="efficiency lost on all data (points)", ylim=(0, None))
     worst_shift = 100 * (y.max() - (1 - plan.efficiency))
     largest = np.unique(sizes)[-1]

@@ -8,8 +8,7 @@ import textwrap
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from dflash_nb.analysis.compare import Comparison
 from dflash_nb.analysis.diagnose import EARLY, Diagnosis
@@ -17,7 +16,7 @@ from dflash_nb.analysis.findings.learning import falls_by_group, slot_profile
 from dflash_nb.analysis.findings.spikes import Spikes, find_spikes, spike_rates
 from dflash_nb.analysis.running import median_of
 
-from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, bucket_marker, finish, new_figure, percent
+from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, bucket_marker, finish, new_figure, percent, plain_log
 
 MOST_POINTS = 4000
 BAND = 4  # robust standard deviations on each side of the baseline
@@ -203,7 +202,7 @@ def residuals(diagnosis: Diagnosis) -> Plot:
         axis.set_xlabel(label)
     if np.nanmin(norm, initial=np.inf) > 0 and np.isfinite(norm).any():
         axes[0, 1].set_xscale("log")
-        _plain_log(axes[0, 1].xaxis)
+        plain_log(axes[0, 1].xaxis)
     elif not np.isfinite(norm).any():
         axes[0, 1].text(0.5, 0.5, "no gradient norm in this log", ha="center", transform=axes[0, 1].transAxes, fontsize=8)
     spread = np.array([median_of(np.abs(parts.residual_M[parts.group_M == g])) for g in range(count)])
@@ -322,16 +321,9 @@ def _strip(axis: Axes, step: np.ndarray, values: np.ndarray, label: str, log_sca
     axis.plot(step[thin], values[thin], color=INK, linewidth=0.6, marker="o" if len(step) == 1 else None, markersize=3)
     if log_scale and np.nanmin(values) > 0:
         axis.set_yscale("log")
-        _plain_log(axis.yaxis, wide=np.nanmax(values) > 30 * np.nanmin(values))
+        plain_log(axis.yaxis, wide=np.nanmax(values) > 30 * np.nanmin(values))
     else:
         axis.set_ylim(0, top)
-
-
-def _plain_log(axis: Axis, wide: bool = False) -> None:
-    """Few ticks with plain numbers, also where a logarithmic axis spans less than a decade; ``wide``: it spans more than one."""
-    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=6))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _robust_limits(axis: Axes, losses: np.ndarray, spikes: Spikes | None = None) -> None:

@@ -3,6 +3,7 @@
 A plot function returns a :class:`Plot`: the figure rendered once to PNG bytes together with its *finding*, the sentence that
 answers the question. ``show`` displays it with the finding as alternative text and prints it under the picture, since the usual
 HTML export drops alternative text. A rendered Plot costs about 40 kB in the saved notebook; a live figure would be shown twice.
+No text is read as math: names of runs, data sets and strategies are other people's, and a ``$`` in one is a ``$``.
 """
 
 import io
@@ -14,8 +15,10 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 LINE = 100  # characters
 WIDTH_IN, HEIGHT_IN, DPI = 7.0, 4.0, 110
@@ -62,14 +65,17 @@ def new_figure(
 
 
 def finish(figure: Figure, finding: str, note: str = "") -> Plot:
-    """Put the finding on top, ``note`` (n, seed, source) in the corner, and render."""
+    """Put the finding on top, ``note`` (n, seed, source) in the corner, and render. Any text of the figure is drawn as it stands."""
     finding = " ".join(finding.split())
     width = int(figure.get_figwidth() * 11.4)
     figure.suptitle("\n".join(textwrap.wrap(finding, width)), fontsize=10, x=0.01, ha="left", fontweight="bold", color=INK)
     if note:
         figure.supxlabel("\n".join(textwrap.wrap(note, int(width * 1.4))), fontsize=7, x=0.99, ha="right", color="#666666")
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=DPI)
+    with mpl.rc_context({"text.parse_math": False}):  # for ticks that are made while drawing
+        figure.savefig(png, format="png", dpi=DPI)
     return Plot(png.getvalue(), finding, figure)
 
 
@@ -113,6 +119,13 @@ def length_axis(axis: Axes, low: float, high: float, which: str = "x") -> None:
     target.set_minor_locator(NullLocator())
     target.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     (axis.set_xlim if which == "x" else axis.set_ylim)(low, high)
+
+
+def plain_log(axis: Axis, wide: bool = False) -> None:
+    """Few ticks with plain numbers, also where a logarithmic axis spans less than a decade; ``wide``: it spans more than one."""
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=6))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def bucket_colors(count: int) -> list[tuple[float, float, float, float]]:

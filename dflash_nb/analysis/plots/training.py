@@ -13,7 +13,7 @@ from dflash_nb.pipeline.advice import window_room
 from dflash_nb.pipeline.run import Run
 from dflash_nb.pipeline.summary import estimate_agreement, repetition, tau_words
 
-from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, count, finish, new_figure, percent
+from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, count, finish, new_figure, percent, plain_log
 
 MOST_POINTS = 4000
 BINS = 60
@@ -43,6 +43,7 @@ def loss(run: Run) -> Plot:
         axis.set_ylabel("loss (nats)")
         if np.isfinite(losses).any() and np.nanmin(losses) > 0 and np.nanmax(median) > 4 * np.nanmedian(median):
             axis.set_yscale("log")
+            plain_log(axis.yaxis, wide=np.nanmax(losses) > 30 * np.nanmin(losses))
     evals = [(event["step"], event["loss"]) for event in run.events_of("eval") if event.get("loss") is not None]
     for axis, x_of in ((by_step, lambda step: step), (by_tokens, lambda step: _at(steps, seen, step))):
         if evals:
