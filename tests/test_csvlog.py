@@ -5,6 +5,7 @@ import pytest
 
 from dflash_nb.analysis.csvlog import choose_columns, read_csv, read_log
 from dflash_nb.analysis.diagnose import diagnose
+from dflash_nb.analysis.signs import signs
 from dflash_nb.pipeline.run import RunError
 
 
@@ -170,3 +171,27 @@ def test_read_log_takes_both(tmp_path):
     assert len(read_log(export(tmp_path / "log.csv", "loss", ["3.0"]))) == 1
     with pytest.raises(RunError, match="does not exist"):
         read_log(tmp_path / "nothing.csv")
+
+
+def test_clipping_that_an_export_does_not_hold_is_not_known(tmp_path):
+    """No column says whether a step was clipped, whatever the gradient norm is."""
+    rows = [f"{i + 1},{x:.4f},50.0" for i, x in enumerate(losses(300))]
+    found = diagnose(export(tmp_path / "log.csv", "step,loss,grad_norm", rows))
+    [row] = [row for row in signs(found) if row["sign"] == "clipped"]
+    assert (row["value"], row[""]) == ("not known", "")
+    assert {each.check.kind: each.why for each in found.unjudged}["always clipped"] == "the log holds no word on clipping"
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_spikes_and_recoveries_are_counted_in_steps_not_in_rows(tmp_path, every):
+    """Four spikes of two rows in 400 rows, one of them at the very end."""
+    high = losses(400)
+    for row in (100, 200, 300, 398):
+        high[row : row + 2] += 3.0
+    found = diagnose(export(tmp_path / "log.csv", "step,loss", [f"{every * (i + 1)},{x:.4f}" for i, x in enumerate(high)]))
+    rows = {row["sign"]: row for row in signs(found)}
+    spikes, recovery = rows["spikes in 1,000 steps"], rows["steps until a spike is over"]
+    assert float(spikes["value"]) == pytest.approx(8 / 0.4 / every, abs=0.05)
+    low, high = (float(bound) for bound in spikes["interval"].split(" to "))
+    assert low < float(spikes["value"]) < high
+    assert int(recovery["value"]) in (every, 3 * every // 2) and recovery["interval"] == f"longest {2 * every}"

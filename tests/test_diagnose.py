@@ -322,6 +322,8 @@ def tau(step, value, low=None, high=None):
         ((tau(0, 1.0),), "1.00 at step 0", "", ""),
         ((tau(0, 1.0), tau(300, 1.8, 1.62, 2.0)), "1.00 → 1.80 at step 300", "1.62 to 2.00", "OK"),
         ((tau(0, 1.0), tau(300, 1.3, 0.95, 1.7)), "1.00 → 1.30 at step 300", "0.95 to 1.70", ""),  # may be nothing: not called OK
+        (({"step": 300, "loss": None, "tau": 1.8, "tau_low": 1.62},), "1.80 at step 300", "", "OK"),
+        (({"step": 300, "loss": None, "tau": 1.8, "tau_high": 2.0},), "1.80 at step 300", "", "OK"),
         ((tau(0, 1.0), tau(150, 1.5), tau(300, 1.03, 1.01, 1.05)), "1.00 → 1.03 at step 300", "1.01 to 1.05", "STOP"),
     ],
 )

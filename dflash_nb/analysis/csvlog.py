@@ -162,7 +162,6 @@ def _steps(given: Mapping[str, np.ndarray], step: np.ndarray) -> dict[str, np.nd
         "step": step,
         "loss": np.where(np.isfinite(loss), loss, np.nan),
         "finite": np.isfinite(loss),
-        "clipped": np.zeros(count, bool),
         "epoch": np.floor(given["epoch"]) if "epoch" in given else nothing,
         "tokens": _each(given["tokens"]) if "tokens" in given else nothing,
         "slot_accuracy": np.full((count, 0), np.nan, np.float32),

@@ -81,8 +81,14 @@ def _spike_rate(log: Log) -> tuple[str, str]:
     if len(log) < 30:
         return "not known", ""
     count = len(np.unique(find_spikes(log).step_S))
-    low, high = (1000 * bound / len(log) for bound in _poisson(count))
-    return f"{1000 * count / len(log):.1f}", f"{low:.1f} to {high:.1f}"
+    steps = max(np.ptp(log.step_N) + _apart(log), len(log))
+    low, high = (1000 * bound / steps for bound in _poisson(count))
+    return f"{1000 * count / steps:.1f}", f"{low:.1f} to {high:.1f}"
+
+
+def _apart(log: Log) -> int:
+    """Steps from one row of the log to the next: programs log every step, or every tenth."""
+    return max(1, int(np.median(np.diff(log.step_N)))) if len(log) > 1 else 1
 
 
 def _poisson(count: int) -> tuple[float, float]:
@@ -99,8 +105,9 @@ def _recovery(log: Log) -> tuple[str, str]:
     calm = np.flatnonzero(z < 2)
     rows = np.unique(log.run.batches["at"][found.batch_S])
     after = np.searchsorted(calm, rows)
-    times = [int(calm[i] - row) if i < len(calm) else len(log) - int(row) for i, row in zip(after, rows, strict=True)]
-    return f"{int(np.median(times))}", f"longest {max(times)}"
+    step = np.append(log.step_N, log.step_N[-1] + _apart(log))
+    times = step[np.append(calm, len(log))[after]] - step[rows]
+    return f"{int(np.median(times))}", f"longest {times.max()}"
 
 
 def _heldout(log: Log) -> tuple[str, str]:
@@ -117,7 +124,8 @@ def _tau(log: Log) -> tuple[str, str]:
     if not found:
         return NOT_KNOWN
     last = found[-1]
-    interval = f"{last['tau_low']:.2f} to {last['tau_high']:.2f}" if last.get("tau_low") is not None else ""
+    low, high = last.get("tau_low"), last.get("tau_high")
+    interval = f"{low:.2f} to {high:.2f}" if None not in (low, high) else ""
     return f"{_ends([event['tau'] for event in found], 2)} at step {last['step']:,}", interval
 
 
@@ -137,10 +145,10 @@ def _ends(values: list[float], digits: int) -> str:
 
 def _clipped(log: Log) -> tuple[str, str]:
     """Share of all steps, and of the late ones that are judged: a steep start is clipped in many healthy runs."""
-    if not np.isfinite(log.run.steps["grad_norm"]).any():
+    if not log.has("grad_norm") or not log.has("clipped"):
         return NOT_KNOWN
-    clipped, late = log.run.steps["clipped"].astype(bool), late_steps(log)
-    value = f"{clipped.mean():.0%} of the steps"
+    clipped, late = log.run.steps["clipped"], late_steps(log)
+    value = f"{np.nanmean(clipped):.0%} of the steps"
     return (f"{value}, {clipped[late].mean():.0%} of the last {len(late):,}" if len(late) else value), ""
 
 

@@ -52,6 +52,7 @@ STEP_FIELDS = {
 }
 OPTIONAL_STEP_FIELDS = frozenset({"memory_bytes"})
 OPTIONAL_BATCH_FIELDS = frozenset({"supervised", "slots", "seconds"})
+_MISSING = {"finite": True, "bucket": -1}  # what stands for a value that is not there; NaN for all others
 _SCHEMA = pa.schema(list(STEP_FIELDS.items()))
 
 # What the files of a run folder may hold where they are read. Any key may be missing: an older version did not write it, or nobody knew.
@@ -97,8 +98,9 @@ class Run:
 
     ``steps``: columns of n values, named as in ``steps.jsonl``; ``seconds_target`` and so on for the nested ones; ``slot_accuracy``
     is float32 ``[n, B - 1]``. ``batches``: columns of m values, ``at`` is the batch's row in ``steps``, and its sample ids are
-    ``ids[ids_from:ids_to]``. A missing or null number is NaN. ``events`` leaves out what a later resume undid. ``config``: as the run was
-    started, with the settings that its last resume changed.
+    ``ids[ids_from:ids_to]``. A missing or null number is NaN, a missing ``bucket`` is -1 as where a batch spans several; ``clipped`` is
+    float64 with NaN where a step does not say. ``events`` leaves out what a later resume undid. ``config``: as the run was started, with
+    the settings that its last resume changed.
     """
 
     folder: Path
@@ -354,16 +356,16 @@ def _flat(columns: Mapping[str, pa.Array]) -> dict[str, np.ndarray]:
         if pa.types.is_struct(column.type):
             flat |= {f"{name}_{stage}": part for stage, part in zip(STAGES, map(_numbers, column.flatten()), strict=True)}
         else:
-            flat[name] = _numbers(column, missing=name == "finite")
+            flat[name] = _numbers(column, _MISSING.get(name))
     return flat
 
 
-def _numbers(column: pa.Array, missing: bool = False) -> np.ndarray:
-    """A column as numpy: NaN where a number is missing, ``missing`` where a truth value is."""
-    if pa.types.is_boolean(column.type):
-        return column.fill_null(missing).to_numpy(zero_copy_only=False)
+def _numbers(column: pa.Array, missing: bool | int | None = None) -> np.ndarray:
+    """A column as numpy with ``missing`` where a value is; without one the whole column becomes numbers with NaN there."""
     if column.null_count:
-        column = column.cast(_REAL).fill_null(np.nan)
+        if pa.types.is_boolean(column.type) and missing is None:
+            column = column.cast(pa.int8())
+        column = column.cast(_REAL).fill_null(np.nan) if missing is None else column.fill_null(missing)
     return column.to_numpy(zero_copy_only=False).copy()
 
 

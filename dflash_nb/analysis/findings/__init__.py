@@ -27,7 +27,7 @@ CHECKS = (
     Check("epoch border", "Is the loss even across epochs?", process.epoch_steps, ("loss", "epoch"), 40),
     Check("bucket mix", "How much movement is the mix of lengths?", curve.bucket_mix, ("loss", "lengths"), 60),
     Check("not finished", "Did the run end as planned?", process.not_finished, ("loss",)),
-    Check("always clipped", "Is clipping the exception?", curve.always_clipped, ("grad_norm",), 60),
+    Check("always clipped", "Is clipping the exception?", curve.always_clipped, ("grad_norm", "clipped"), 60),
     Check("starved", "Does the drafter wait?", process.starved, ("seconds_wait",), 20),
     Check("slower", "Does a step take as long as before?", process.slower, ("seconds_step",), 100),
     Check("short batches", "Do short batches scatter?", process.short_batches, ("lengths",), 30),

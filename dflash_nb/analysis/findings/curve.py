@@ -189,9 +189,10 @@ def plateau(log: Log) -> Finding | None:
 
 
 def late_steps(log: Log) -> np.ndarray:
-    """Rows of the second half of the steps after warm-up, on which clipping is judged; none where they are fewer than 30."""
+    """Rows of the second half of the steps after warm-up that say whether they were clipped; none where they are fewer than 30."""
     after = np.flatnonzero(log.after_warmup())
     late = after[len(after) // 2 :]
+    late = late[np.isfinite(log.run.steps["clipped"][late])]
     return late if len(late) >= 30 else late[:0]
 
 

@@ -110,6 +110,7 @@ class Check:
 WORDS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
+    "clipped": "word on clipping",
     "lengths": "lengths or buckets of its batches",
     "evaluations": "held-out evaluation",
     "slot_accuracy": "accuracy by slot",
