@@ -102,3 +102,26 @@ def test_the_reference_scene(tmp_path):
     jumps = {row["run"]: (row["jumps as logged"], row["jumps, mix off"]) for row in found.rows}
     assert jumps["bucketed"][0] > 5 * jumps["sorted"][0]
     assert jumps["bucketed"][1] < 1.5 * jumps["sorted"][1]
+
+
+def test_one_step_has_no_noise_to_compare_with(tmp_path):
+    """Its spread around itself is zero, which is no error of zero."""
+    one, many = log_of(tmp_path, "one", replace(BASE, steps=1)), log_of(tmp_path, "many", replace(BASE, steps=60, last_loss=2.0))
+    found = compare([one, many])
+    errors = {row["run"]: row["error"] for row in found.rows}
+    assert np.isnan(errors["one"]) and errors["many"] > 0
+    assert "(too few steps to know the noise: 1 step of one)" in found.finding and "noise 0" not in found.finding
+    assert "noise: 1 step of one (1) and 1 step of one (2)" in compare([one, Log(one.run)]).finding
+
+
+def test_a_run_may_be_called_as_a_column_or_as_another_one(tmp_path):
+    """Whatever the folders are called, every run has a name of its own, and the guard over objectives holds."""
+    kinds = {"objective": "ce"}, {"objective": "kl"}
+    for i, names in enumerate((("setting", "other"), ("setting", "setting"), ("a", "a", "a (1)"), ("setting (1)", "setting", "setting"))):
+        logs = [log_of(tmp_path / str(i) / str(j), name, replace(BASE, steps=60, config=kinds[j > 0])) for j, name in enumerate(names)]
+        found = compare(logs)
+        made = [line.name for line in found.lines]
+        assert len({*made, "setting"}) == len(names) + 1 and all(name.startswith(given) for name, given in zip(made, names, strict=True))
+        assert "not one quantity, objective differs" in found.finding
+        [row] = found.differs
+        assert row == {"setting": "objective", **{name: kinds[j > 0]["objective"] for j, name in enumerate(made)}}

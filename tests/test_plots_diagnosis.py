@@ -156,6 +156,14 @@ def test_names_of_runs_lie_beside_the_curves_whatever_their_length(tmp_path, nam
     assert all(axis.get_window_extent().height > 150 for axis in figure.axes)
 
 
+def test_no_two_runs_look_alike(tmp_path):
+    """24 curves have 24 looks, and a run of one step is a point, not a line without length."""
+    log, short = (diagnose(write_run(tmp_path / name, Recipe(steps=n))).log for name, n in (("long", 40), ("short", 1)))
+    for axis in check(plots.comparison(compare([*[log] * 23, short]))).figure.axes:
+        assert len({(curve.get_color(), curve.get_linestyle()) for curve in axis.lines}) == 24
+        assert [curve.get_marker() for curve in axis.lines] == ["None"] * 23 + ["o"]
+
+
 def test_the_notebook_on_a_poisoned_and_a_diverged_run(tmp_path, capsys):
     poisoned = Planted(Recipe(seed=80, steps=450), poison(17, 1.5, 60))(tmp_path / "poisoned")
     diverged = Planted(Recipe(seed=60), rising(150, 2.0, 60))(tmp_path / "diverged")

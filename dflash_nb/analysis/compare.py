@@ -9,6 +9,7 @@ no gap between them is given.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from dflash_nb.analysis.csvlog import read_log
 from dflash_nb.analysis.decompose import Parts, decompose, joined_edges, mean_lengths
-from dflash_nb.analysis.findings.finding import Log, listed
+from dflash_nb.analysis.findings.finding import Log, listed, plural
 from dflash_nb.analysis.findings.process import static_composition
 from dflash_nb.analysis.running import MEDIAN_ERROR, running_median, scale_of
 
@@ -26,7 +27,9 @@ NO_BEARING = frozenset(
         "checkpoint_every", "checkpoint_minutes", "keep_checkpoints",
     )
 )  # fmt: skip
+FEWEST = 12  # steps below which their spread around a running median of seven says nothing
 NOT_IN_LOG = "not in the log"
+SETTING = "setting"  # column of the settings that differ, beside one named after each run
 ONE_QUANTITY = ("at equal steps", "at equal tokens", "error")  # columns that mean nothing beside another quantity
 OTHER_LOSS = ("objective", "gamma", "block_size", "target", "dataset")  # settings under which two losses are not one quantity
 
@@ -36,6 +39,7 @@ class Line:
     """One run's curve: the adjusted loss by ``step`` and by ``tokens`` seen so far.
 
     noise: robust sd of a step around it. jumps: robust sd of the changes from step to step as logged; adjusted_jumps: with the mix off.
+    All three are NaN below FEWEST steps.
     """
 
     name: str
@@ -65,10 +69,13 @@ def compare_with(log: Log, others: Sequence[str], columns: str = "") -> Comparis
 
 
 def compare(logs: Sequence[Log]) -> Comparison:
-    """Compare the runs at the last step, and at the last token, that all of them have reached. Logs without a loss are left out by name."""
+    """Compare the runs at the last step, and at the last token, that all of them have reached. Logs without a loss, of steps or
+    of batches, are left out by name.
+    """
     logs = list(logs)
     empty = [log for log in logs if not len(log) or not np.isfinite(log.run.steps["loss"]).any()]
-    logs = [log for log in logs if not any(log is other for other in empty)]
+    bare = [log for log in logs if log not in empty and not np.isfinite(log.parts.adjusted_N).any()]
+    logs = [log for log in logs if log not in empty and log not in bare]
     names = _names(logs)
     word = _tokens_word(logs)
     static = [static_composition(log) for log in logs]
@@ -88,6 +95,7 @@ def compare(logs: Sequence[Log]) -> Comparison:
     elif unknown and len(lines) > 1:
         sentence += f"; whether {listed(unknown)} agree is not in every log"
     note = f"without a loss: {listed([log.run.folder.name for log in empty])}. " if empty else ""
+    note += f"without losses and weights of batches: {listed([log.run.folder.name for log in bare])}. " if bare else ""
     return Comparison(tuple(lines), sentence, f"{note}adjusted to the common mix of lengths", word, differs, rows)
 
 
@@ -98,7 +106,7 @@ def differing_settings(logs: Sequence[Log], names: Sequence[str]) -> list[dict[s
     for key in keys:
         values = [str(log.run.config.get(key, NOT_IN_LOG)) for log in logs]
         if len(set(values)) > 1:
-            rows.append({"setting": key, **dict(zip(names, values, strict=True))})
+            rows.append({SETTING: key, **dict(zip(names, values, strict=True))})
     return rows
 
 
@@ -106,16 +114,23 @@ def _other_losses(differs: Sequence[dict[str, Any]], names: Sequence[str]) -> tu
     """Settings by which the losses are known to be different quantities, and those of which a log does not say."""
     other, unknown = [], []
     for row in differs:
-        if row["setting"] in OTHER_LOSS:
+        if row[SETTING] in OTHER_LOSS:
             known = {row[name] for name in names} - {NOT_IN_LOG}
-            (other if len(known) > 1 else unknown).append(row["setting"])
+            (other if len(known) > 1 else unknown).append(row[SETTING])
     return other, unknown
 
 
 def _names(logs: Sequence[Log]) -> list[str]:
-    """Folder names, numbered where they repeat."""
-    names = [log.run.folder.name for log in logs]
-    return [name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)]
+    """Folder names, numbered where they repeat or are called as a column of ours: no two are one."""
+    folders = [log.run.folder.name for log in logs]
+    taken, names = {SETTING, *folders}, []
+    for folder in folders:
+        name = folder
+        if folders.count(folder) > 1 or folder == SETTING:
+            name = next(numbered for number in count(1) if (numbered := f"{folder} ({number})") not in taken)
+            taken.add(name)
+        names.append(name)
+    return names
 
 
 def _tokens_word(logs: Sequence[Log]) -> str:
@@ -142,8 +157,9 @@ def _lines(logs: Sequence[Log], names: Sequence[str], word: str, ordered: Sequen
         seen = np.cumsum(log.run.steps[column]) if column else log.step_N
         curve = running_median(values, int(np.clip(len(values) // 30, 3, 200)))
         seen = np.asarray(seen, float)[known]
-        jumps = _jumps(log.run.steps["loss"][known]), _jumps(values)
-        lines.append(Line(name, log.step_N[known], seen, curve, scale_of(values - curve), *jumps))
+        scattered = values - curve, np.diff(log.run.steps["loss"][known]), np.diff(values)
+        spreads = [scale_of(part) if len(values) >= FEWEST else np.nan for part in scattered]
+        lines.append(Line(name, log.step_N[known], seen, curve, *spreads))
     return lines
 
 
@@ -207,9 +223,13 @@ def _at_equals(lines: Sequence[Line], word: str, apart: bool) -> tuple[list[dict
     best, other = sorted(rows, key=lambda row: row["at equal tokens"])[:2]
     gap = other["at equal tokens"] - best["at equal tokens"]
     noise = 2 * float(np.hypot(best["error"], other["error"]))
-    lead = f"{best['run']} is {gap:.3f} lower than {other['run']}" if gap > noise else f"{best['run']} and {other['run']} are not apart"
+    few = [line for line in lines if line.name in (best["run"], other["run"]) and not np.isfinite(line.noise)]
+    apart_by = f"{best['run']} is {gap:.3f} lower than {other['run']}"
+    lead = apart_by if few or gap > noise else f"{best['run']} and {other['run']} are not apart"
     steps = other["at equal steps"] - best["at equal steps"]
-    return rows, f"At {tokens:,.0f} {word} {lead} (noise {noise:.3f}); at step {step:,} by {steps:+.3f}"
+    too_few = listed([f"{plural(len(line.step), 'step')} of {line.name}" for line in few])
+    sure = f"too few steps to know the noise: {too_few}" if few else f"noise {noise:.3f}"
+    return rows, f"At {tokens:,.0f} {word} {lead} ({sure}); at step {step:,} by {steps:+.3f}"
 
 
 def _rows(lines: Sequence[Line], step: float | None, tokens: float | None) -> list[dict[str, Any]]:
@@ -228,8 +248,3 @@ def _rows(lines: Sequence[Line], step: float | None, tokens: float | None) -> li
             }
         )
     return rows
-
-
-def _jumps(values: np.ndarray) -> float:
-    """Robust sd of the changes from step to step."""
-    return scale_of(np.diff(values))

@@ -21,6 +21,7 @@ from .style import ACCENT, FAINT, INK, OKABE_ITO, WARN, Plot, bucket_colors, buc
 MOST_POINTS = 4000
 BAND = 4  # robust standard deviations on each side of the baseline
 LEGEND_LINE = 100  # characters
+DASHES = ("-", "--", "-.", ":")
 ZOOM = 50  # steps on each side of the worst spike
 
 
@@ -273,8 +274,8 @@ def comparison(compared: Comparison) -> Plot:
         for i, line in enumerate(compared.lines):
             x = getattr(line, x_of)
             thin = _thin(len(x))
-            color = OKABE_ITO[(i + 5) % len(OKABE_ITO)] if i else ACCENT
-            axis.plot(x[thin], line.adjusted[thin], color=color, linewidth=1.6, linestyle=("-", "--", "-.", ":")[i % 4])
+            color, dash = run_style(i)
+            axis.plot(x[thin], line.adjusted[thin], color=color, linewidth=1.6, linestyle=dash, marker="o" if len(x) == 1 else None)
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.set_xlabel(label)
@@ -286,6 +287,12 @@ def comparison(compared: Comparison) -> Plot:
     legend = figure.legend(axes[0, 0].lines, names, title="\n".join(note), ncols=columns, **below)
     legend.get_title().set_color("#666666")
     return finish(figure, compared.finding)
+
+
+def run_style(index: int) -> tuple[str, str]:
+    """Colour and dash of a run among others: 32 combinations, each round of the eight colours one dash further on."""
+    turn = index // len(OKABE_ITO)
+    return OKABE_ITO[(index + OKABE_ITO.index(ACCENT)) % len(OKABE_ITO)], DASHES[(index + turn) % len(DASHES)]
 
 
 def _batches(axis: Axes, diagnosis: Diagnosis, spikes: Spikes, inside: np.ndarray | None = None) -> None:
