@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_nb.analysis.running import median_of
 from dflash_nb.pipeline.run import Run
 from dflash_nb.planner.diversity import AchievedBatches, lag1, longest_run, repeated_mates
 
@@ -18,21 +19,22 @@ STAGES = ("wait", "drafter", "optimizer")  # one after another; fetch, target an
 def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
     """What the plan promised beside what ran, as rows for a table: steps, padding, order, mates, speed.
 
-    Speed is promised by the run's first steps, so a run has no planned one before step 25.
+    Speed is promised by the run's first steps, so a run has no planned one before step 25. What rests on a number that a step or batch
+    does not hold is unknown.
     """
     epochs = (run.plan or {}).get("epochs") or []
     planned = _sums(epochs)
     steps, batches = run.steps, run.batches
-    tokens, padded = (int(steps[name].sum()) if len(run) else 0 for name in ("tokens", "padded_tokens"))
-    seconds = float(steps["seconds_step"].sum()) if len(run) else 0.0
+    tokens, padded, seconds = (float(steps[name].sum()) if len(run) else 0.0 for name in ("tokens", "padded_tokens", "seconds_step"))
+    made = len(batches.get("index", ()))
     budget = run.config.get("token_budget") or 0
-    ran = AchievedBatches(run.ids, np.concatenate([[0], batches["ids_to"]]), batches["tokens"], batches["bucket"]) if len(run) else None
+    ran = AchievedBatches(run.ids, np.concatenate([[0], batches["ids_to"]]), batches["tokens"], batches["bucket"]) if len(run.ids) else None
     rate = tokens / seconds if seconds else None
     rows = [
         ("optimiser steps", planned["steps"], len(run)),
-        ("batches", _planned_batches(run, epochs), len(batches.get("index", ()))),
+        ("batches", _planned_batches(run, epochs), made),
         ("padding, % of padded tokens", _padding(planned["tokens"], planned["padded_tokens"]), _padding(tokens, padded)),
-        ("fill, % of the budget", _fill(planned, budget), 100 * tokens / (len(batches["index"]) * budget) if len(run) and budget else None),
+        ("fill, % of the budget", _fill(planned, budget), 100 * tokens / (made * budget) if made and budget else None),
         ("neighbours alike (lag-1 of mean length)", _mixing(epochs, "lag1"), _measured(lag1, ran)),
         ("longest run of one bucket, batches", _mixing(epochs, "longest_run"), _measured(longest_run, ran)),
         ("real tokens/s", (run.plan or {}).get("tokens_per_second"), rate),
@@ -48,22 +50,25 @@ def by_length(run: Run) -> list[dict[str, Any]]:
     if not len(run):
         return []
     labels, group = length_ranges(run)
-    batches, seconds = run.batches, sum(np.nan_to_num(part) for part in batch_seconds(run).values())
+    batches, parts = run.batches, np.array(list(batch_seconds(run).values()))
+    timed = np.isfinite(parts).any(axis=0)
+    seconds = np.where(timed, np.nansum(parts, axis=0), np.nan)
     memory = run.steps["memory_bytes"][batches["at"]] / 2**30
     rows = []
     for i, label in enumerate(labels):
         mine = group == i
         tokens, padded = batches["tokens"][mine].sum(), batches["padded_tokens"][mine].sum()
         late = np.flatnonzero(mine)[-max(1, int(mine.sum()) // 4) :]
-        weight = np.where(np.isfinite(batches["loss"][late]), batches["weight"][late], 0.0)
+        weight = np.where(np.isfinite(batches["loss"][late]), np.nan_to_num(batches["weight"][late]), 0.0)
+        spent = seconds[mine & timed].sum()
         rows.append(
             {
                 "lengths": label,
                 "batches": int(mine.sum()),
                 "padding %": _padding(tokens, padded),
                 "loss, last quarter": float(np.nansum(batches["loss"][late] * weight) / weight.sum()) if weight.sum() else np.nan,
-                "ms a batch": float(np.median(seconds[mine]) * 1000),
-                "real tokens/s": float(tokens / max(seconds[mine].sum(), 1e-9)),
+                "ms a batch": median_of(seconds[mine]) * 1000,
+                "real tokens/s": float(batches["tokens"][mine & timed].sum() / spent) if spent else np.nan,
                 "peak memory GiB": float(np.nanmax(memory[mine])) if np.isfinite(memory[mine]).any() else np.nan,
             }
         )
@@ -74,11 +79,15 @@ def length_ranges(run: Run, most: int = MOST_RANGES) -> tuple[list[str], np.ndar
     """At most ``most`` ranges of lengths with something in them, and the range of each batch.
 
     They are the run's buckets, neighbours joined where there are more (to about equal numbers of batches), or octaves of the padded
-    length for a run without buckets.
+    length for a run without buckets. Batches that say neither have one range, not known; without a batch there is none.
     """
     lengths, buckets = run.batches["padded_length"], run.batches["bucket"]
+    if not len(lengths):
+        return [], np.zeros(0, dtype=np.int64)
     edges = np.array((run.buckets or {}).get("boundaries") or ())
     if not len(edges) or (buckets < 0).any() or buckets.max() >= len(edges) - 1:
+        if not np.isfinite(lengths).all():
+            return ["not known"], np.zeros(len(lengths), dtype=np.int64)
         edges = 2.0 ** np.arange(np.floor(np.log2(max(lengths.min(), 1))), np.ceil(np.log2(lengths.max() + 1)) + 1)
         buckets = np.searchsorted(edges, lengths, side="right") - 1
     used, group = np.unique(buckets, return_inverse=True)

@@ -105,11 +105,16 @@ class Advice:
 
 
 def advise(run: Run, watts: float = 0.0) -> Advice | None:
-    """What the run's own log says about its speed; None before it has ten steps. ``watts``: of one device at work, 0 leaves energy out."""
+    """What the run's own log says about its speed; None before it has ten steps, or where it holds no seconds or no tokens of batches.
+
+    ``watts``: of one device at work, 0 leaves energy out.
+    """
     if len(run) < FEWEST_STEPS:
         return None
     workers, drafters = _workers(run)
     stages, seconds = stages_of(run)
+    if not (seconds and stages.tokens_M.sum() and any(stages.busy(workers).values())):
+        return None
     places = max(1, int(min(window_room(run))))
     return advise_stages(stages, seconds, workers, places - workers, run.config.get("prefetch", 8), watts, on_one_device(run), drafters)
 
@@ -136,7 +141,7 @@ def window_room(run: Run) -> tuple[int, float]:
     The smaller one binds. The second is infinite where no batch ever waited or the log holds no limit.
     """
     workers, _ = _workers(run)
-    waiting = run.steps["q_hs"] > 0
+    waiting = (run.steps["q_hs"] > 0) & np.isfinite(run.steps["q_hs_bytes"])
     if not waiting.any() or not run.config.get("q_hs_mb"):
         return workers + WAITING_BATCHES, np.inf
     batch_bytes = float(np.median(run.steps["q_hs_bytes"][waiting] / run.steps["q_hs"][waiting]))
@@ -144,13 +149,18 @@ def window_room(run: Run) -> tuple[int, float]:
 
 
 def stages_of(run: Run) -> tuple[Stages, float]:
-    """The stages of a run's latest batches, start-up left out, and the seconds that their steps really took."""
+    """The stages of a run's latest batches, start-up left out, and the seconds that their steps really took.
+
+    A batch that does not say its tokens counts as the mean of the others. Without any batch, tokens or seconds these are 0.
+    """
     steps, batches = run.steps, run.batches
     first = START_UP_STEPS if len(run) >= 2 * START_UP_STEPS else 0
     rows = np.flatnonzero(batches["at"] >= first)[-MOST_BATCHES:]
     at = batches["at"][rows]
-    used = np.arange(at[0], at[-1] + 1)
-    share_M = 1.0 / np.bincount(at - at[0])[at - at[0]]
+    used = np.arange(at[0], at[-1] + 1) if len(at) else at
+    share_M = 1.0 / np.bincount(at)[at]
+    tokens = batches["tokens"][rows].astype(np.float64)
+    counted = np.isfinite(tokens)
 
     def of(stage: str) -> np.ndarray:
         own = batches[f"seconds_{stage}"][rows]
@@ -158,7 +168,7 @@ def stages_of(run: Run) -> tuple[Stages, float]:
 
     rest_N = np.maximum(steps["seconds_step"] - steps["seconds_wait"] - steps["seconds_drafter"], 0.0)
     stages = Stages(
-        tokens_M=batches["tokens"][rows].astype(np.float64),
+        tokens_M=np.where(counted, tokens, tokens[counted].mean() if counted.any() else 0.0),
         fetch_M=of("fetch"),
         target_M=of("target"),
         transfer_M=of("transfer"),

@@ -51,7 +51,7 @@ def option(
     listed: bool = False,
     path: str = "",
     names: tuple[str, ...] = (),
-    form: tuple[Callable[[str], bool], str] | None = None,
+    form: tuple[Callable[[str], object], str] | None = None,
 ) -> Any:
     """A dataclass field with its help sentence and what it may hold.
 

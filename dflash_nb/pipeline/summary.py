@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_nb.pipeline.advice import advise
+from dflash_nb.pipeline.advice import FEWEST_STEPS, advise
 from dflash_nb.pipeline.run import Run
 
 REPETITIVE = 0.25  # share of repeated phrases of four tokens from which tau is doubted
@@ -62,7 +62,7 @@ class RunSummary:
             ("loss", f"{_number(self.first_loss, '{:.3f}')} -> {_number(self.last_loss, '{:.3f}')}  ({over})"),
             ("tau", f"{_number(self.tau_untrained, '{:.2f}')} untrained -> trained {tau_words(event)}{repetition(self.tau_repeated)}"),
             ("cheap estimate", self.agreement or "not compared with decoding"),
-            ("speed", self.advice or "too few steps to say what limits it"),
+            ("speed", self.advice or f"{'too few steps' if self.steps < FEWEST_STEPS else 'too little in the log'} to say what limits it"),
             ("checkpoint", str(self.checkpoint or "none")),
             ("export", str(self.export or "none")),
         ]
@@ -80,7 +80,7 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
     untrained = next((event for event in evals if event["step"] == 0), {})
     trained = next((event for event in reversed(evals) if event["step"] == len(run) > 0), {})
     interval = (trained.get("tau_low"), trained.get("tau_high"))
-    seconds = float(steps["seconds_step"].sum())
+    tokens, padded, seconds = (float(steps[name].sum()) for name in ("tokens", "padded_tokens", "seconds_step"))
     return RunSummary(
         run_dir=run.folder,
         finished=finished,
@@ -95,8 +95,8 @@ def summarize(run: Run, total_steps: int, finished: bool, checkpoint: Path | Non
         tau_prompts=trained.get("tau_prompts"),
         tau_repeated=trained.get("tau_repeated"),
         agreement=estimate_agreement(run) or None,
-        efficiency=float(steps["tokens"].sum() / steps["padded_tokens"].sum()) if len(run) else None,
-        tokens_per_second=float(steps["tokens"].sum()) / seconds if seconds else None,
+        efficiency=_ratio(tokens, padded),
+        tokens_per_second=_ratio(tokens, seconds),
         advice=_advice(run),
         checkpoint=checkpoint,
         export=export,
@@ -147,6 +147,11 @@ def estimate_agreement(run: Run) -> str:
     if len(steps) > 1:
         text += f", and moved the same way between {sum(step > 0 for step in steps)} of {len(steps)} pairs of evaluations"
     return text
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    """None where one of them is not known (NaN) or there is no whole."""
+    return part / whole if whole > 0 and np.isfinite(part) else None
 
 
 def _number(value: float | None, form: str) -> str:

@@ -92,9 +92,13 @@ def window_w1(plan: Batches, lengths: np.ndarray, window: int = 8) -> Estimate:
 
 
 def lag1(plan: Batches) -> Estimate:
-    """Correlation of a batch's mean length with the next batch's. Noise: standard deviation for a random order, 1 / sqrt(batches)."""
+    """Correlation of a batch's mean length with the next batch's. Noise: standard deviation for a random order, 1 / sqrt(batches).
+
+    A batch whose mean length is not known counts as the mean of all; NaN where none is known.
+    """
     means = _mean_lengths(plan)
-    centred = means - means.mean() if len(means) else means
+    known = np.isfinite(means)
+    centred = np.where(known, means - means[known].mean(), 0.0) if known.any() else means
     total = float(centred @ centred)
     return Estimate(float(centred[1:] @ centred[:-1]) / total if total else 0.0, 1 / np.sqrt(max(1, len(means))))
 
@@ -172,7 +176,8 @@ def _ratio(parts: np.ndarray, wholes: np.ndarray) -> Estimate:
 
 
 def _mean_lengths(plan: Batches) -> np.ndarray:
-    return plan.real_tokens / np.diff(plan.offsets)
+    rows = np.diff(plan.offsets)
+    return np.where(rows > 0, plan.real_tokens / np.maximum(rows, 1), np.nan)
 
 
 def _classes(plan: Batches) -> np.ndarray:

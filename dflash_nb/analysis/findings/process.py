@@ -246,15 +246,18 @@ def off_plan(log: Log) -> Finding | None:
     epochs = run.plan.get("epochs") or []
     padded, tokens = (sum(epoch.get(name) or 0 for epoch in epochs) for name in ("padded_tokens", "tokens"))
     evidence = []
-    done = int(run.steps["padded_tokens"].sum())
+    made_N, whole_N, seconds_N = (run.steps[name] for name in ("tokens", "padded_tokens", "seconds_step"))
+    counted = np.isfinite(made_N) & np.isfinite(whole_N)
+    done = float(whole_N[counted].sum())
     if padded and done and len(log) >= 50:
-        planned, achieved = 1 - tokens / padded, 1 - float(run.steps["tokens"].sum()) / done
+        planned, achieved = 1 - tokens / padded, 1 - float(made_N[counted].sum()) / done
         if abs(achieved - planned) > 0.05:
             evidence.append(f"padding {achieved:.1%} of padded tokens, planned {planned:.1%}")
     promised = run.plan.get("tokens_per_second")
-    seconds = float(np.nansum(run.steps["seconds_step"]))
+    timed = np.isfinite(made_N) & np.isfinite(seconds_N)
+    seconds = float(seconds_N[timed].sum())
     if promised and seconds and len(log) >= 50:
-        rate = float(run.steps["tokens"].sum()) / seconds
+        rate = float(made_N[timed].sum()) / seconds
         if rate < 0.8 * promised:
             evidence.append(f"{rate:,.0f} real tokens/s, planned {promised:,.0f}")
     if not evidence:

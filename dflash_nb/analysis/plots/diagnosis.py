@@ -221,10 +221,10 @@ def slots(diagnosis: Diagnosis) -> Plot:
     log = diagnosis.log
     figure, axes = new_figure(height=3.4)
     axis = axes[0, 0]
-    if not len(log) or log.run.steps["slot_accuracy"].shape[1] == 0:
+    early, late = slot_profile(log)
+    if not len(late) or not np.isfinite([early[0], early[-1], late[0], late[-1]]).all():
         axis.text(0.5, 0.5, "no accuracy by slot in this log", ha="center", transform=axis.transAxes)
         return finish(figure, f"The log of {len(log):,} steps holds no accuracy by slot of the block", _note(diagnosis))
-    early, late = slot_profile(log)
     slot = np.arange(1, len(late) + 1)
     for values, color, word, marker in ((early, FAINT, "first tenth", "o"), (late, ACCENT, "last fifth", "s")):
         axis.plot(slot, 100 * values, marker=marker, color=color, linewidth=1.6)

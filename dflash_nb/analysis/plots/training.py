@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from dflash_nb.analysis.achieved import batch_seconds, length_ranges
+from dflash_nb.analysis.running import median_of
 from dflash_nb.pipeline.advice import window_room
 from dflash_nb.pipeline.run import Run
 from dflash_nb.pipeline.summary import estimate_agreement, repetition, tau_words
@@ -56,12 +57,13 @@ def loss(run: Run) -> Plot:
     rate.plot(steps[thin], run.steps["lr"][thin], color=INK, linewidth=1.2, marker="o" if len(steps) == 1 else None)
     rate.set(xlabel="optimiser step", ylabel="learning rate", ylim=(0, None))
     first, last, over = _ends(losses)
+    supervised = f"{count(seen[-1])} supervised tokens" if np.isfinite(seen[-1]) else "an unknown number of supervised tokens"
     if not over:
         finding = f"None of the {len(run):,} optimiser steps has a finite loss: there is no curve to read"
     elif len(run) == 1:
-        finding = f"Loss {last:.2f} nats at the only step, over {count(seen[-1])} supervised tokens"
+        finding = f"Loss {last:.2f} nats at the only step, over {supervised}"
     else:
-        finding = f"Loss {first:.2f} → {last:.2f} nats over {len(run):,} steps and {count(seen[-1])} supervised tokens"
+        finding = f"Loss {first:.2f} → {last:.2f} nats over {len(run):,} steps and {supervised}"
     if evals:
         finding += f", {evals[-1][1]:.2f} on held-out samples"
     if over and not run.steps["finite"].all():
@@ -117,28 +119,33 @@ def throughput(run: Run) -> Plot:
     axis = axes[0, 0]
     if not len(run):
         return _nothing(run, figure, axis)
-    seconds = run.steps["seconds_step"]
+    told = np.isfinite(run.steps["seconds_step"]) & np.isfinite(run.steps["tokens"])
+    seconds, tokens, padded = (run.steps[name][told] for name in ("seconds_step", "tokens", "padded_tokens"))
+    if not seconds.sum() > 0:
+        return _not_told(run, figure, axis, "step with both its seconds and its tokens")
     minutes = np.cumsum(seconds) / 60
-    bins = np.minimum((minutes / max(minutes[-1], 1e-9) * BINS).astype(int), BINS - 1) if len(run) > BINS else np.arange(len(run))
+    bins = np.minimum((minutes / minutes[-1] * BINS).astype(int), BINS - 1) if len(seconds) > BINS else np.arange(len(seconds))
     middle = np.bincount(bins, minutes) / np.maximum(np.bincount(bins), 1)
     used = np.bincount(bins) > 0
     spent = np.bincount(bins, seconds)
-    rates = {name: np.bincount(bins, run.steps[name]) / np.maximum(spent, 1e-9) for name in ("padded_tokens", "tokens")}
+    rates = {name: np.bincount(bins, made) / np.maximum(spent, 1e-9) for name, made in (("padded", padded), ("real", tokens))}
     labels = []
-    for values, word, color in zip(rates.values(), ("padded", "real"), (FAINT, ACCENT), strict=True):
+    for (word, values), color in zip(rates.items(), (FAINT, ACCENT), strict=True):
         axis.plot(middle[used], values[used], color=color, linewidth=1.8, marker="o" if used.sum() < 3 else None)
         labels.append((middle[used][-1], values[used][-1], f"{word} tokens", color))
-    mean = float(run.steps["tokens"].sum() / max(seconds.sum(), 1e-9))
+    mean = float(tokens.sum() / seconds.sum())
     predicted = (run.plan or {}).get("tokens_per_second")
     axis.axhline(predicted or mean, color=ACCENT, linewidth=0.9, linestyle="--")
-    steady = np.flatnonzero(rates["tokens"][used] >= 0.9 * np.median(rates["tokens"][used]))
+    steady = np.flatnonzero(rates["real"][used] >= 0.9 * np.median(rates["real"][used]))
     if len(steady) and steady[0] > 0:
         axis.axvspan(0, middle[used][steady[0]], color=FAINT, alpha=0.2, linewidth=0)
     _label_ends(axis, labels)
     axis.set(xlabel="training time (min), evaluation and checkpoints left out", ylabel="tokens/s", ylim=(0, None), xlim=(0, None))
     axis.yaxis.set_major_formatter(lambda value, _: count(value))
-    efficiency = run.steps["tokens"].sum() / run.steps["padded_tokens"].sum()
-    finding = f"{mean:,.0f} real tokens/s over {_span(seconds.sum())}; {percent(1 - efficiency)} of the padded tokens are padding"
+    whole = padded > 0
+    wasted = 1 - tokens[whole].sum() / padded[whole].sum() if whole.any() else np.nan
+    padding = f"{percent(wasted)} of the padded tokens are padding" if whole.any() else "how many are padding is not in the log"
+    finding = f"{mean:,.0f} real tokens/s over {_span(seconds.sum())}; {padding}"
     dashed = f"the plan's, {(run.plan or {}).get('speed_source', 'predicted')}" if predicted else "mean"
     return finish(figure, finding, f"dashed: {dashed}; shaded: start-up. {_note(run)}")
 
@@ -153,9 +160,11 @@ def time_by_length(run: Run) -> Plot:
     if not len(run):
         return _nothing(run, figure, axis)
     labels, group = length_ranges(run)
-    parts = batch_seconds(run)
+    parts = {stage: values for stage, values in batch_seconds(run).items() if np.isfinite(values).any()}
+    if not parts:
+        return _not_told(run, figure, axis, "seconds of a batch")
     counts = np.bincount(group, minlength=len(labels))
-    medians = {stage: np.array([np.nanmedian(values[group == i]) * 1000 for i in range(len(labels))]) for stage, values in parts.items()}
+    medians = {stage: 1000 * np.nan_to_num([median_of(values[group == i]) for i in range(len(labels))]) for stage, values in parts.items()}
     left = np.zeros(len(labels))
     for stage, values in medians.items():
         axis.barh(np.arange(len(labels)), values, left=left, color=STAGE_COLORS[stage], edgecolor="white", linewidth=0.5)
@@ -178,7 +187,7 @@ def time_by_length(run: Run) -> Plot:
     whole = sum(total.values()) or 1.0
     most = max(total, key=total.get)
     finding = f"{percent(total[most] / whole)} of the training time goes into {STAGE_WORDS[most]}"
-    if most != "wait":
+    if most != "wait" and "wait" in total:
         finding += f", {percent(total['wait'] / whole)} into waiting for the target"
     words = ", ".join(f"{STAGE_WORDS[stage]} {percent(value / whole)}" for stage, value in total.items())
     return finish(figure, finding, f"in order: {words}. {_note(run)}")
@@ -192,7 +201,9 @@ def queues(run: Run) -> Plot:
     figure, axes = new_figure(2, 1, height=4.6, sharex=True)
     if not len(run):
         return _nothing(run, figure, axes[0, 0])
-    seconds = np.maximum(run.steps["seconds_step"], 1e-9)
+    if not np.isfinite(run.steps["seconds_step"]).any():
+        return _not_told(run, figure, axes[0, 0], "seconds of a step")
+    seconds = np.maximum(np.nan_to_num(run.steps["seconds_step"]), 1e-9)
     minutes = np.cumsum(seconds) / 60
     thin = _thin(len(run))
     prefetch, (places, fitting) = run.config.get("prefetch"), window_room(run)
@@ -200,13 +211,21 @@ def queues(run: Run) -> Plot:
     # Full is where no usual batch has room. When the log is written, the place of the batch just taken is being computed for.
     if places <= fitting:
         q_hs = ("q_hs (batches)", run.steps["q_hs"], places, places - 1)
-        binds = f"q_hs: its {places} places bind" + (f", it never held more than {mebibytes.max():,.0f} of {limit:,} MiB" if limit else "")
+        held = f"never held more than {np.nanmax(mebibytes, initial=0):,.0f} of {limit:,} MiB" if limit else ""
+        binds = f"q_hs: its {places} places bind" + (f", it {held}" if held else "")
+        if not np.isfinite(run.steps["q_hs"]).any() or (limit and not np.isfinite(mebibytes).any()):
+            binds = f"q_hs: {places} places; which limit binds is not in the log"
     else:
         q_hs = ("q_hs (MiB)", mebibytes, limit, limit - limit / fitting)
         binds = f"q_hs: its {limit:,} MiB bind, about {fitting:.1f} batches, before its {places} places do"
     rows = (("q_prefetch (batches)", run.steps["q_prefetch"], prefetch, 0.9 * (prefetch or np.inf)), q_hs)
     empty_share = []
     for axis, (label, depth, capacity, enough) in zip(axes[:, 0], rows, strict=True):
+        axis.set_ylabel(label)
+        if not np.isfinite(depth).any():
+            axis.text(0.5, 0.5, "not in this log", ha="center", va="center", transform=axis.transAxes, fontsize=8, color=INK)
+            empty_share.append(np.nan)
+            continue
         empty = depth == 0
         full = ~empty & (depth >= enough)
         axis.fill_between(minutes[thin], depth[thin], color=ACCENT, alpha=0.35, step="post", linewidth=0)
@@ -220,12 +239,15 @@ def queues(run: Run) -> Plot:
         empty_share.append(float(seconds[empty].sum() / seconds.sum()))
         shares = f"empty {percent(empty_share[-1], 0)}, full {percent(seconds[full].sum() / seconds.sum(), 0)} of the time"
         axis.text(0.01, 0.97, shares, fontsize=8, transform=axis.transAxes, va="top")
-        axis.set(ylabel=label, ylim=(0, max(float(np.nanmax(depth)), capacity or 0) * 1.25 or 1))
+        axis.set(ylim=(0, max(float(np.nanmax(depth)), capacity or 0) * 1.25 or 1))
     axes[1, 0].set_xlabel("training time (min)")
-    waiting = float(run.steps["seconds_wait"].sum() / seconds.sum())
+    wait = run.steps["seconds_wait"]
+    waiting = float(np.nansum(wait) / seconds.sum())
     # A short plan is read to its end at once, and q_prefetch is empty from then on: reading must also take longer than the target.
     fetch, target = (float(np.nansum(run.steps[f"seconds_{stage}"])) for stage in ("fetch", "target"))
-    if waiting > 0.1 and empty_share[0] > 0.5 and fetch > target:
+    if not np.isfinite(wait).any():
+        finding = f"What limits is not known: none of {len(run):,} steps says how long the drafter waited"
+    elif waiting > 0.1 and empty_share[0] > 0.5 and fetch > target:
         finding = f"Reading data limits: the drafter waited {percent(waiting)} of the time, and no batch stood ready for the target"
     elif waiting > 0.1:
         finding = f"The target limits: the drafter waited {percent(waiting)} of the time"
@@ -237,6 +259,11 @@ def queues(run: Run) -> Plot:
 def _nothing(run: Run, figure, axis: Axes) -> Plot:
     axis.text(0.5, 0.5, "no step yet", ha="center", transform=axis.transAxes, color=INK)
     return finish(figure, f"0 optimiser steps were written so far: the run is {run.status}", run.folder.name)
+
+
+def _not_told(run: Run, figure, axis: Axes, what: str) -> Plot:
+    axis.text(0.5, 0.5, "not in this log", ha="center", transform=axis.transAxes, color=INK)
+    return finish(figure, f"The log of {len(run):,} optimiser steps holds no {what}, so there is nothing to draw", _note(run))
 
 
 def _thin(n: int) -> np.ndarray:
@@ -268,7 +295,7 @@ def _label_ends(axis: Axes, labels: list[tuple[float, float, str, str]]) -> None
     """Names of lines at their right ends, pushed apart where they would overlap."""
     low, high = axis.get_ylim()
     placed: list[float] = []
-    for x, y, text, color in sorted(labels, key=lambda label: label[1]):
+    for x, y, text, color in sorted((label for label in labels if np.isfinite(label[1])), key=lambda label: label[1]):
         place = max([y, *(other + 0.055 * (high - low) for other in placed[-1:])])
         placed.append(place)
         axis.annotate(text, (x, place), xytext=(4, 0), textcoords="offset points", color=color, fontsize=8, va="center")

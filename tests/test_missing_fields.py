@@ -1,0 +1,89 @@
+"""Logs that lack a number, in one line or in all: every answer of notebooks 03 and 04 comes without it, or says that it is not known."""
+
+import json
+import re
+import warnings
+from unittest import mock
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from runs import Recipe, records, write_run
+
+from dflash_nb.analysis.achieved import by_length, planned_against_achieved
+from dflash_nb.analysis.compare import compare
+from dflash_nb.analysis.diagnose import diagnose
+from dflash_nb.analysis.findings.learning import falls_by_group
+from dflash_nb.analysis.findings.spikes import spike_table
+from dflash_nb.analysis.plots import diagnosis, training
+from dflash_nb.analysis.plots.style import Plot, table
+from dflash_nb.analysis.signs import signs
+from dflash_nb.pipeline.advice import advise
+from dflash_nb.pipeline.run import read_run
+from dflash_nb.pipeline.summary import summarize
+
+RECIPE = Recipe(steps=70, evals=(0, 35, 70), config={"token_budget": 32_768})
+LINE = records(RECIPE)[0]
+OF_STEP = [name for name in LINE if name != "step"]
+OF_BATCH = list(LINE["batches"][0])
+NOTHING = {"batches": [], "seconds": dict.fromkeys(LINE["seconds"], 0.0)}  # 0 for all others
+
+OF_RUN = {
+    "status": lambda run: run.status_text(),
+    "by_length": lambda run: table(by_length(run)).to_string(),
+    "planned_against_achieved": lambda run: table(planned_against_achieved(run)).to_string(),
+    "advise": lambda run: (advice := advise(run, 300.0)) and advice.text() + table(advice.table()).to_string(),
+    "summarize": lambda run: summarize(run, 70, True, None, None).text(),
+    **{draw.__name__: draw for draw in (training.loss, training.acceptance, training.throughput, training.time_by_length, training.queues)},
+}
+OF_DIAGNOSIS = {
+    "report": lambda found: found.report(),
+    "signs": lambda found: table(signs(found)).to_string(),
+    "falls": lambda found: table(falls_by_group(found.log)).to_string(),
+    "spikes": lambda found: table(spike_table(found.log)).to_string(),
+    "compare": lambda found: (compared := compare([found.log, found.log])).finding + table(compared.rows).to_string(),
+    "comparison": lambda found: diagnosis.comparison(compare([found.log, found.log])),
+    **{draw.__name__: draw for draw in (diagnosis.curve, diagnosis.zoom, diagnosis.by_length, diagnosis.adjusted, diagnosis.attribution)},
+    **{draw.__name__: draw for draw in (diagnosis.residuals, diagnosis.slots, diagnosis.learning)},
+}
+
+
+def answered(folder) -> dict[str, str]:
+    """What each function says of the run in ``folder``: all the text of its answer."""
+    found = diagnose(folder)
+    answers = {name: ask(read_run(folder)) for name, ask in OF_RUN.items()} | {
+        f"04 {name}": ask(found) for name, ask in OF_DIAGNOSIS.items()
+    }
+    return {
+        name: " ".join(text.get_text() for text in answer.figure.findobj(Text)) if isinstance(answer, Plot) else answer or ""
+        for name, answer in answers.items()
+    }
+
+
+FIELDS = [*OF_STEP, *(f"batch {name}" for name in OF_BATCH)]
+SUMMED = ("tokens", "padded_tokens", "weight", "seconds")  # what others are divided by
+ALSO_NOTHING = [*SUMMED, "batches", "blocks", *(f"batch {name}" for name in (*SUMMED, "rows", "padded_length", "sample_ids"))]
+
+
+@pytest.mark.parametrize(
+    ("field", "how"),
+    [*((field, how) for field in FIELDS for how in ("missing", "null in one line")), *((field, "nothing") for field in ALSO_NOTHING)],
+)
+def test_every_answer_comes_without_any_number(tmp_path, field, how):
+    folder = write_run(tmp_path / "run", RECIPE)
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    of_batch, name = field.startswith("batch "), field.removeprefix("batch ")
+    for i, line in enumerate(lines):
+        for part in line["batches"] if of_batch else [line]:
+            if how == "missing":
+                del part[name]
+            elif how == "nothing":
+                part[name] = [] if name == "sample_ids" else NOTHING.get(name, 0)
+            elif i == 5:
+                part[name] = None
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with mock.patch.object(Figure, "savefig", lambda *_, **__: None), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answers = answered(folder)
+    for asked, text in answers.items():
+        assert not re.search(r"\b(nan|inf)\b", text, re.IGNORECASE), f"{asked}: {text}"
