@@ -32,7 +32,7 @@ def planned_against_achieved(run: Run) -> list[dict[str, Any]]:
     rate = tokens / seconds if seconds else None
     rows = [
         ("optimiser steps", planned["steps"], len(run)),
-        ("batches", _planned_batches(run, epochs), made),
+        ("batches", _planned_batches(run, epochs), made if made or not len(run) else None),
         ("padding, % of padded tokens", _padding(planned["tokens"], planned["padded_tokens"]), _padding(tokens, padded)),
         ("fill, % of the budget", _fill(planned, budget), 100 * tokens / (made * budget) if made and budget else None),
         ("neighbours alike (lag-1 of mean length)", _mixing(epochs, "lag1"), _measured(lag1, ran)),

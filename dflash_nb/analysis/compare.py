@@ -214,7 +214,7 @@ def _level(log: Log, parts: Parts, group: int, steps: np.ndarray) -> np.ndarray:
 def _at_equals(lines: Sequence[Line], word: str, apart: bool) -> tuple[list[dict[str, Any]], str]:
     """Rows of the table and what they say; without losses where these are known to be ``apart``."""
     if len(lines) < 2:
-        one = f"{lines[0].name}, {lines[0].step[-1]:,} steps, stands alone" if lines else "0 runs with a loss"
+        one = f"{lines[0].name}, {lines[0].step[-1]:,} steps, stands alone" if lines else "0 runs with a loss to compare"
         return _rows(lines, None, None), f"{one}: name other runs with compare to see them on one axis"
     step, tokens = min(line.step[-1] for line in lines), min(line.tokens[-1] for line in lines)
     rows = _rows(lines, step, tokens)

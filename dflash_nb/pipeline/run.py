@@ -148,12 +148,13 @@ class Run:
         """The status as a sentence with the last step and its age."""
         if not len(self):
             return f"{self.folder.name}: {self.status}, no step was written yet"
-        age = time.time() - float(self.steps["time"][-1])
+        written = float(self.steps["time"][-1])
+        ago = f"{_age(time.time() - written)} ago" if np.isfinite(written) else "at a time that is not in the log"
         text = f"{self.folder.name}: {self.status}, {len(self):,} steps, the last one is step {self.steps['step'][-1]:,}"
         if self.status == "running":
-            return f"{text}, {_age(age)} ago"
+            return f"{text}, {ago}"
         if self.status == "unfinished":
-            return f"{text}; it stopped {_age(age)} ago without a summary, continue it with -p resume {self.folder}"
+            return f"{text}; it stopped {ago} without a summary, continue it with -p resume {self.folder}"
         return text
 
     def refresh(self) -> int:
