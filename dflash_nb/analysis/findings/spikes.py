@@ -61,7 +61,7 @@ def _limit(z: np.ndarray) -> float:
 
 
 def spikes(log: Log) -> Finding | None:
-    """Spikes against the own baseline, with their steps, bucket, samples, and what they share."""
+    """Spikes above the baseline, with their steps, bucket, samples, and what they share."""
     found = find_spikes(log)
     if not len(found):
         return None
@@ -86,7 +86,7 @@ def spikes(log: Log) -> Finding | None:
     elif len(parts.groups) > 1:
         evidence.append(f"no range of lengths stands out (n = {len(found)})")
     evidence += near
-    text = f"{plural(len(found), 'spike')} against the own baseline, {Finding.where(_at(found.step_S))}"
+    text = f"{plural(len(found), 'spike')} above the baseline, {Finding.where(_at(found.step_S))}"
     if shared:
         share = "all" if shared[0]["spikes"] == len(found) else str(shared[0]["spikes"])
         text += f"; sample {listed([str(row['sample']) for row in shared])} is in {share}"

@@ -52,9 +52,7 @@ def curve(diagnosis: Diagnosis) -> Plot:
             axis.axvline(event["step"] + 0.5, color=INK, linewidth=0.8, linestyle=":")
     first, last = _ends(parts.trend_N)
     finding = f"{diagnosis.verdict}: adjusted loss {first:.2f} → {last:.2f} over {len(log):,} steps"
-    finding += (
-        f", {len(spikes)} spike{'' if len(spikes) == 1 else 's'} against the own baseline" if len(log) >= EARLY else ", too few to judge"
-    )
+    finding += f", {len(spikes)} spike{'' if len(spikes) == 1 else 's'} above the baseline" if len(log) >= EARLY else ", too few to judge"
     return finish(
         figure, finding, f"line: adjusted loss (mix of lengths taken off), band ± {BAND} robust sd; dotted: resume. {_note(diagnosis)}"
     )
