@@ -118,6 +118,9 @@ def test_what_a_resume_changed_holds_until_the_next_one(tmp_path):
         watched.refresh()
         for run in (read_run(tmp_path), watched):
             assert run.config == {"topology": "1-1", "q_hs_mb": 256} | settings and run.bad_lines == 0
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.write('{"kind": "warning", "step": 1, "settings": "x"}\n')
+    assert read_run(tmp_path).bad_lines == 1
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):

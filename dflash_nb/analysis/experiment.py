@@ -5,7 +5,6 @@ speak of the two-core machine, target and data that they were made on, and the p
 millisecond to read.
 """
 
-import json
 import reprlib
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from dflash_nb.errors import PlainError
 from dflash_nb.home import asset, did_you_mean
+from dflash_nb.stored import parsed
 
 SHIPPED = ("sample", "smollm2")
 COLUMNS = ("strategy", "padding", "predicted_ratio", "measured_ratio", "ratio_error", "predicted_over_measured")
@@ -33,7 +33,7 @@ def read_experiment(source: str | Path) -> dict[str, Any] | None:
     shipped = str(source) in SHIPPED
     path = asset(f"strategies_{source}.json") if shipped else Path(source)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExperimentError(
             f"experiment: {path} is not there; choose {', '.join(SHIPPED)} or make one with benchmarks/strategies.py."
@@ -41,7 +41,7 @@ def read_experiment(source: str | Path) -> dict[str, Any] | None:
         ) from None
     except OSError as error:
         raise ExperimentError(f"experiment: {path} cannot be read: {error.strerror}; give the path of a strategies.json") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ExperimentError(f"experiment: {path} is no JSON ({error}); make it with benchmarks/strategies.py") from error
     if problem := _problem(found):
         raise ExperimentError(f"experiment: {path} {problem}; make it with benchmarks/strategies.py --part speed")

@@ -9,6 +9,7 @@ from pathlib import Path
 from dflash_nb.data.source import DatasetError
 from dflash_nb.errors import NotFoundError
 from dflash_nb.home import did_you_mean, exists, user_path
+from dflash_nb.stored import parsed
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ def read_records(files: list[Path]) -> Iterator[Record]:
 def _parse(line: bytes) -> tuple[dict, str]:
     """The JSON object of a line, and what is wrong with it."""
     try:
-        content = json.loads(line)
+        content = parsed(line)
         if b"\\ud" in line or b"\\uD" in line:
             json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         return {}, f"\\u{ord(error.object[error.start]):x} is half of a character; such text cannot be tokenised"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return {}, f"no valid JSON ({error}); each line must hold one JSON object"
     if not isinstance(content, dict):
         return {}, f"it holds a JSON {type(content).__name__}; each line must hold one JSON object"

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from dflash_nb.errors import DiskError, PlainError
 from dflash_nb.home import write_aside
 from dflash_nb.pipeline.optimizer import DrafterOptimizer, moment_names
-from dflash_nb.stored import fault
+from dflash_nb.stored import fault, parsed
 
 RESUME = "continue with -p resume"
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.json", "manifest.json"
@@ -102,7 +102,7 @@ def newest_checkpoint(
 def verify(path: Path) -> dict[str, Any]:
     """The state of a checkpoint whose files have the manifest's sizes and hashes and can be loaded. Raises CheckpointError."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = parsed((path / MANIFEST).read_text())
         if problem := fault(manifest, SHAPE):
             raise CheckpointError(f"{path.name}: {MANIFEST} cannot be trusted, it {problem}; copy the checkpoint again")
         for name in SHAPE:
@@ -111,8 +111,8 @@ def verify(path: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path.name}: {name} has {size} bytes, {expected['bytes']} were written")
             if _sha256(path / name) != expected["sha256"]:
                 raise CheckpointError(f"{path.name}: {name} has other content than was written")
-        state = json.loads((path / STATE).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        state = parsed((path / STATE).read_text())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name}: {type(error).__name__}: {error}") from error
     if problem := fault(state, {"step": int}):
         raise CheckpointError(f"{path.name}: {STATE} cannot be used, it {problem}; copy the checkpoint again")

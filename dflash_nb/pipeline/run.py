@@ -6,7 +6,6 @@ peak, of which 0.29 GB stay. A half-written last line waits for its end; a line 
 only what was appended.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from dflash_nb.errors import PlainError
 from dflash_nb.home import did_you_mean, exists, runs_dir
 from dflash_nb.pipeline.config import damaged_setting, read_settings
 from dflash_nb.pipeline.lock import is_locked
-from dflash_nb.stored import PERHAPS, fault
+from dflash_nb.stored import PERHAPS, fault, parsed
 
 BLOCK_BYTES = 4 << 20
 STAGES = ("fetch", "target", "transfer", "wait", "drafter", "optimizer", "step")
@@ -77,9 +76,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "summary": {"status": TEXT, "error": TEXT},
 }
-_EVENT = {"kind": str, "step": int}
+_EVENT = {"kind": str, "step": int, "settings": dict | None}
 _EVENTS: dict[str, dict[str, Any]] = {
-    "resume": {"settings": dict | None},
     "dropped": {"first": int, "last": int, "losses": NUMBERS},
     "eval": {
         **dict.fromkeys(("loss", "acceptance", "tau", "tau_low", "tau_high", "tau_repeated", "seconds"), PERHAPS),
@@ -180,8 +178,8 @@ class Run:
     def _add_events(self, block: bytes) -> None:
         for line in block.splitlines():
             try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
+                event = parsed(line)
+            except ValueError:
                 self.bad_lines += 1
                 continue
             if fault(event, _EVENT) or fault(event, _EVENTS.get(event["kind"], {})) or damaged_setting(event.get("settings") or {}):
@@ -214,10 +212,10 @@ def read_run(folder: str | Path) -> Run:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError, IsADirectoryError) as error:
+    except (ValueError, IsADirectoryError) as error:
         raise RunError(f"{path} is not readable as JSON: {error}. Copy the run folder again, or remove the file") from None
     if content is not None and not isinstance(content, dict):
         raise RunError(f"{path} holds a JSON {type(content).__name__}, not an object. Copy the run folder again, or remove the file")

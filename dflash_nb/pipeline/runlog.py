@@ -26,7 +26,7 @@ from dflash_nb.pipeline.environment import describe_environment
 from dflash_nb.pipeline.run import BATCH_FIELDS, OPTIONAL_BATCH_FIELDS, OPTIONAL_STEP_FIELDS, STAGES, STEP_FIELDS, WHOLE, RunError, damage
 from dflash_nb.pipeline.run import Run as Run
 from dflash_nb.pipeline.run import read_run as read_run
-from dflash_nb.stored import PERHAPS, fault
+from dflash_nb.stored import PERHAPS, fault, parsed
 
 FILLED_IN = frozenset({"time", "elapsed", "finite"})
 EVENT_KINDS = frozenset({"start", "checkpoint", "resume", "dropped", "eval", "retry", "warning", "interrupt", "finish", "epoch", "worker"})
@@ -76,8 +76,8 @@ def _made(folder: Path, exist_ok: bool = False) -> None:
 def readable(path: Path) -> dict[str, Any] | None:
     """The JSON object in ``path`` of a run folder; None where there is none, only a half of it, or one that nobody could have written."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
+        content = parsed(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return None
     return content if isinstance(content, dict) and not damage(path.stem, content) else None
 
@@ -339,8 +339,8 @@ def _find_step(path: Path, step: int) -> tuple[int, list[dict[str, Any]], dict[s
 
 def _step_line(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        line = parsed(raw)
+    except ValueError as error:
         problem = f"is no JSON ({error})"
     else:
         problem = fault(line, {"step": int, "loss": PERHAPS, "elapsed": PERHAPS})

@@ -25,6 +25,7 @@ import numpy as np
 from dflash_nb.errors import PlainError
 from dflash_nb.home import did_you_mean, write_aside
 from dflash_nb.planner.batches import BatchPlan
+from dflash_nb.stored import parsed
 
 TERMS = {
     "fetch": ("constant", "row", "token"),
@@ -224,11 +225,11 @@ class CostModel:
     @classmethod
     def load(cls, path: Path) -> "CostModel":
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_json(parsed(path.read_text(encoding="utf-8")))
         except OSError as error:
             near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
             raise CostError(f"{path} cannot be read: {error.strerror}; give the path of a cost.json.{near}") from error
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise CostError(f"{path}: {error}") from error
 
 
